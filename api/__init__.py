@@ -1,0 +1,1 @@
+"""The HTTP interface; knows neither arrays nor plans."""

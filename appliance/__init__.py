@@ -1,0 +1,1 @@
+"""The process: builds, owns, starts and stops what serves a model."""

@@ -1,0 +1,1 @@
+"""The benches that travel with the image."""

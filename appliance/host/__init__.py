@@ -1,0 +1,1 @@
+"""What the appliance needs of its host: shared memory, sockets, resources."""

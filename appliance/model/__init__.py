@@ -1,0 +1,1 @@
+"""Model files: loaders, the model store, the tokenizer and the chat template."""

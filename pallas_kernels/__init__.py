@@ -1,0 +1,1 @@
+"""Meaning and speed of array operations; knows no model and no request."""

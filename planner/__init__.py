@@ -1,0 +1,1 @@
+"""Decides everything before and between steps; no sockets, no clock, no threads."""

@@ -1,0 +1,97 @@
+"""Bucket: the static shape of a program, and the one pure function that rounds a batch up to it.
+
+Owns the lattice that build time enumerates and run time looks up. Reads nothing; never imports jax.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Phase(StrEnum):
+    """Which of the two computations a program does."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class BucketError(ValueError):
+    """A batch is larger than the lattice; the message gives the value, the bound and what to change."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Bucket:
+    """Static sizes of one program.
+
+    ``slots`` is the number of rows (sequences), ``chunk`` the number of prompt ids of the whole launch (1 a row and so
+    1 for decode), ``width`` the page-table length of a row, in pages.
+    """
+
+    phase: Phase
+    slots: int
+    chunk: int
+    width: int
+
+    @property
+    def name(self) -> str:
+        """The bucket as it appears in file names and logs."""
+        return f"{self.phase}-s{self.slots}-c{self.chunk}-w{self.width}"
+
+
+@dataclass(frozen=True, slots=True)
+class Lattice:
+    """All buckets of a plan; each tuple is ascending.
+
+    ``prefill_slots`` is the most prompt chunks that one prefill launch may hold.
+    """
+
+    decode_slots: tuple[int, ...]
+    prefill_chunks: tuple[int, ...]
+    prefill_slots: int
+    widths: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("decode_slots", "prefill_chunks", "widths"):
+            values = getattr(self, name)
+            if not values or list(values) != sorted(set(values)) or values[0] <= 0:
+                raise BucketError(f"{name} is {values}; it must be ascending whole numbers above 0")
+        if self.prefill_slots <= 0:
+            raise BucketError(f"prefill_slots is {self.prefill_slots}; it must be above 0")
+
+    def buckets(self) -> Iterator[Bucket]:
+        """Every bucket, decode first."""
+        for width in self.widths:
+            for slots in self.decode_slots:
+                yield Bucket(Phase.DECODE, slots, 1, width)
+            for chunk in self.prefill_chunks:
+                yield Bucket(Phase.PREFILL, min(self.prefill_slots, chunk), chunk, width)
+
+
+def round_up(lattice: Lattice, phase: Phase, rows: int, tokens: int, pages: int) -> Bucket:
+    """The smallest bucket that holds a batch.
+
+    Args:
+        lattice: the buckets there are.
+        phase: prefill or decode.
+        rows: rows that must fit (decode: the highest slot in use plus one).
+        tokens: ids of all chunks together; ignored for decode.
+        pages: the longest page table among the rows.
+
+    Raises:
+        BucketError: no bucket is large enough.
+    """
+    width = _at_least(lattice.widths, pages, "pages of a row")
+    if phase is Phase.DECODE:
+        return Bucket(phase, _at_least(lattice.decode_slots, rows, "decode rows"), 1, width)
+    chunk = _at_least(lattice.prefill_chunks, max(tokens, rows), "prefill ids")
+    slots = min(lattice.prefill_slots, chunk)
+    if rows > slots:
+        raise BucketError(f"{rows} prompt chunks for {slots} rows; the scheduler must give at most prefill_slots")
+    return Bucket(phase, slots, chunk, width)
+
+
+def _at_least(sizes: tuple[int, ...], wanted: int, what: str) -> int:
+    for size in sizes:
+        if size >= wanted:
+            return size
+    raise BucketError(f"{wanted} {what} pass the largest bucket of {sizes[-1]}; raise the plan's lattice")
