@@ -5,9 +5,10 @@ dictionaries; never imports jax. Everything that differs between model families 
 has one set of layers and no family switch.
 """
 
+import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -36,6 +37,9 @@ class RopeKind(StrEnum):
 class RopeScaling:
     """Parameters of a rotary scaling; fields that a kind does not use keep their defaults.
 
+    ``factors`` are divisors of the inverse frequencies, one a frequency (head_dim / 2), applied before the kind's own
+    scaling; empty = none. GGUF files carry the llama3 stretch in this form.
+
     Source: the Llama 3.1 model card (llama3), YaRN, arXiv 2309.00071 section 3 (yarn).
     """
 
@@ -48,6 +52,7 @@ class RopeScaling:
     beta_slow: float = 1.0
     attention_factor: float = 1.0
     truncate: bool = True
+    factors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +108,11 @@ class ModelArchitecture:
                 raise UnsupportedArchitectureError(
                     f"{name} has {len(per_layer)} entries for {self.layers} layers; one a layer is needed"
                 )
+        factors = self.rope_scaling.factors
+        if factors and (len(factors) != self.head_dim // 2 or min(factors) <= 0):
+            raise UnsupportedArchitectureError(
+                f"rope factors: {len(factors)} values from {min(factors)}; {self.head_dim // 2} above 0 are needed"
+            )
 
     @property
     def group(self) -> int:
@@ -120,6 +130,29 @@ class ModelArchitecture:
     def kv_bytes_per_token(self, element_bytes: float) -> float:
         """Bytes of keys and values that one token position holds over all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * element_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        """The architecture as plain JSON values; ``from_json`` gives back an equal one."""
+        return json.loads(json.dumps(asdict(self)))
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> "ModelArchitecture":
+        """Read what ``to_json`` wrote.
+
+        Raises:
+            UnsupportedArchitectureError: a field is unknown, missing or of the wrong kind.
+        """
+        try:
+            values = dict(document)
+            scaling = dict(values.pop("rope_scaling"))
+            scaling["kind"] = RopeKind(scaling["kind"])
+            scaling["factors"] = tuple(scaling["factors"])
+            values["activation"] = Activation(values["activation"])
+            for name in ("windows", "local_rope"):
+                values[name] = tuple(values[name])
+            return cls(**values, rope_scaling=RopeScaling(**scaling))
+        except (KeyError, TypeError, ValueError) as error:
+            raise UnsupportedArchitectureError(f"not a stored architecture of this version: {error}") from error
 
 
 SUPPORTED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
