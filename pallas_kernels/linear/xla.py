@@ -1,0 +1,38 @@
+"""linear through XLA: float32 and bf16 products as they are, int8 codes by two int8 planes or by bf16 products.
+
+Which of the two an int8 product takes depends on its static row count alone. Two planes double the rows of an int8
+product, which costs nothing while reading the weights is the bound; with many rows the product itself is, and bf16
+(codes up to 127 are exact in it) is then the faster form on CPUs with AVX512-BF16 or AMX.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+PLANE = 254
+"""The second plane holds what rounding the first left, in steps of 1 / 254 of a first-plane step."""
+
+BF16_FROM_ROWS = 48
+"""Static row count from which an int8 weight is multiplied in bf16."""
+
+
+def linear(x: Float[Array, "rows k"], weight: tuple[Array, Array] | Array) -> Float[Array, "rows n"]:
+    """See ``op.linear``."""
+    if not isinstance(weight, tuple):
+        return jnp.dot(x.astype(weight.dtype), weight, preferred_element_type=jnp.float32)
+    codes, scale = weight
+    if x.shape[0] >= BF16_FROM_ROWS:
+        return jnp.dot(x.astype(jnp.bfloat16), codes.astype(jnp.bfloat16), preferred_element_type=jnp.float32) * scale
+    return two_planes(x, codes) * scale
+
+
+def two_planes(x: Float[Array, "rows k"], codes: Array) -> Float[Array, "rows n"]:
+    """``x @ codes`` with x as ``step * (high + low / PLANE)``, both planes int8 in one int32-exact product."""
+    rows = x.shape[0]
+    step = jnp.maximum(jnp.max(jnp.abs(x), axis=1, keepdims=True), 1e-30) / 127
+    scaled = x / step
+    high = jnp.round(scaled)
+    low = jnp.round((scaled - high) * PLANE)
+    planes = jnp.concatenate([high, low]).astype(jnp.int8)
+    sums = jax.lax.dot(planes, codes, preferred_element_type=jnp.int32).astype(jnp.float32)
+    return (sums[:rows] + sums[rows:] / PLANE) * step

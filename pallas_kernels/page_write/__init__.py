@@ -1,0 +1,1 @@
+"""Storing new keys and values in the page pool, in place."""

@@ -1,0 +1,61 @@
+"""paged_decode: contract and choice of implementation.
+
+The new token's own key and value are an argument and not yet in a page: a step writes all layers' keys and values once,
+at its end, so that the pool is read-only while layers run and is never copied.
+"""
+
+from typing import Literal
+
+import jax
+from jaxtyping import Array, Float, Int32
+
+from pallas_kernels.errors import require
+from pallas_kernels.paged_decode import reference, xla
+
+Implementation = Literal["reference", "xla"]
+
+
+def paged_decode(
+    q: Float[Array, "slots q_heads head_dim"],
+    k: Float[Array, "slots kv_heads head_dim"],
+    v: Float[Array, "slots kv_heads head_dim"],
+    pages: Float[Array, "layers num_pages kv_heads 2 page_size head_dim"],
+    layer: Int32[Array, ""],
+    page_table: Int32[Array, "slots width"],
+    lengths: Int32[Array, " slots"],
+    window: Int32[Array, ""],
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    implementation: Implementation,
+) -> Float[Array, "slots q_heads head_dim"]:
+    """Attend from one new token a slot to its history in pages and to itself.
+
+    Args:
+        q: queries after rotary embedding; query head h reads key/value head ``h // (q_heads // kv_heads)``.
+        k: the new token's keys, after rotary embedding.
+        v: the new token's values.
+        pages: the pool; index 0 of the fourth axis holds keys, 1 values.
+        layer: the layer of the pool to read.
+        page_table: page ids of each slot, in order of position; entries past the history are never read as meaning.
+        lengths: positions already in pages, 0 for an empty slot (whose result is then its own ``v``).
+        window: 0 attends to the whole history; w > 0 to the newest w positions, the new one included.
+        scale: factor on the scores.
+        softcap: c > 0 replaces a score s by ``c * tanh(s / c)``.
+        implementation: which code runs; there is no fall-back.
+
+    Returns:
+        The attention output in q's dtype; softmax and sums are in float32.
+
+    Raises:
+        ContractError: shapes or dtypes disagree.
+    """
+    slots, q_heads, head_dim = q.shape
+    _, _, kv_heads, two, _, page_dim = pages.shape
+    require(k.shape == v.shape == (slots, kv_heads, head_dim), f"k {k.shape} and v {v.shape} must be one row a slot")
+    require(two == 2 and page_dim == head_dim, f"pages {pages.shape} do not hold keys and values of head_dim {head_dim}")
+    require(q_heads % kv_heads == 0, f"q_heads {q_heads} is no multiple of kv_heads {kv_heads}")
+    require(page_table.shape[0] == slots and lengths.shape == (slots,), "page_table and lengths need one row a slot")
+    run = {"reference": reference.paged_decode, "xla": xla.paged_decode}[implementation]
+    with jax.named_scope("paged_decode"):
+        return run(q, k, v, pages, layer, page_table, lengths, window, scale=scale, softcap=softcap)

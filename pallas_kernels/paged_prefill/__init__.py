@@ -1,0 +1,1 @@
+"""Attention of prompt chunks against their own earlier pages and themselves."""

@@ -1,0 +1,69 @@
+"""paged_prefill: contract and choice of implementation.
+
+A launch holds chunks of several sequences back to back ("ragged"). Their own keys and values are arguments and not yet
+in pages, as in ``paged_decode``.
+"""
+
+from typing import Literal
+
+import jax
+from jaxtyping import Array, Float, Int32
+
+from pallas_kernels.errors import require
+from pallas_kernels.paged_prefill import reference, xla
+
+Implementation = Literal["reference", "xla"]
+
+
+def paged_prefill(
+    q: Float[Array, "tokens q_heads head_dim"],
+    k: Float[Array, "tokens kv_heads head_dim"],
+    v: Float[Array, "tokens kv_heads head_dim"],
+    pages: Float[Array, "layers num_pages kv_heads 2 page_size head_dim"],
+    layer: Int32[Array, ""],
+    page_table: Int32[Array, "rows width"],
+    starts: Int32[Array, " rows"],
+    lengths: Int32[Array, " rows"],
+    offsets: Int32[Array, " rows"],
+    window: Int32[Array, ""],
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    implementation: Implementation,
+) -> Float[Array, "tokens q_heads head_dim"]:
+    """Attend causally from every prompt token to its sequence's pages and to the chunk before it.
+
+    Args:
+        q: queries of all chunks, after rotary embedding; query head h reads key/value head ``h // group``.
+        k: the chunks' keys, after rotary embedding.
+        v: the chunks' values.
+        pages: the pool; index 0 of the fourth axis holds keys, 1 values.
+        layer: the layer of the pool to read.
+        page_table: page ids of each row's sequence, in order of position.
+        starts: positions already in pages, which is the position of the row's first token.
+        lengths: tokens of the row in this launch; 0 = an empty row.
+        offsets: index of the row's first token; rows lie back to back in ascending order, empty rows last.
+        window: 0 attends to everything; w > 0 to the newest w positions, the query's own included.
+        scale: factor on the scores.
+        softcap: c > 0 replaces a score s by ``c * tanh(s / c)``.
+        implementation: which code runs; there is no fall-back.
+
+    Returns:
+        The attention output in q's dtype. Products are in q's dtype, softmax and sums in float32. Tokens that belong
+        to no row get finite values without meaning.
+
+    Raises:
+        ContractError: shapes or dtypes disagree.
+    """
+    tokens, q_heads, head_dim = q.shape
+    _, _, kv_heads, two, _, page_dim = pages.shape
+    rows = page_table.shape[0]
+    require(k.shape == v.shape == (tokens, kv_heads, head_dim), f"k {k.shape} and v {v.shape} must be one row a token")
+    require(two == 2 and page_dim == head_dim, f"pages {pages.shape} do not hold keys and values of head_dim {head_dim}")
+    require(q_heads % kv_heads == 0, f"q_heads {q_heads} is no multiple of kv_heads {kv_heads}")
+    require(starts.shape == lengths.shape == offsets.shape == (rows,), "starts, lengths and offsets need one entry a row")
+    run = {"reference": reference.paged_prefill, "xla": xla.paged_prefill}[implementation]
+    with jax.named_scope("paged_prefill"):
+        return run(
+            q, k, v, pages, layer, page_table, starts, lengths, offsets, window, scale=scale, softcap=softcap
+        )

@@ -1,0 +1,1 @@
+"""Choosing the next id of each row from its logits."""

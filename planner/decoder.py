@@ -1,0 +1,364 @@
+"""The decoder: embedding, layers and head as flax modules, and the two step functions that programs are compiled from.
+
+Owns the model's arithmetic over any ModelArchitecture; calls the ops for everything that touches pages, weights forms
+or sampling. The page pool is read-only while layers run: each layer hands its new keys and values out of the scan, and
+one write at the end of the step stores those of all layers in place.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int32
+
+from pallas_kernels.linear.op import Int8Weight, linear
+from pallas_kernels.page_write.op import page_write
+from pallas_kernels.paged_decode.op import paged_decode
+from pallas_kernels.paged_prefill.op import paged_prefill
+from pallas_kernels.paged_prefill.reference import row_of_token
+from pallas_kernels.sample.op import Sampled, SampleRows, sample
+from planner.architecture import Activation, ModelArchitecture
+from planner.batch import NUM_INTS, NUM_SUPPRESSED, NUM_TOP_LOGPROBS, Float as F, Int as I
+from planner.formats import WeightForm
+from planner.rope import rotary_tables, rotate
+
+Weights = Mapping[str, Array]
+"""The weight tree by name, as ``planner.weights`` specifies it."""
+
+_OUTSIDE_LAYERS = ("embed", "final_norm", "head", "head.codes", "head.scale")
+
+
+@dataclass(frozen=True, slots=True)
+class Numerics:
+    """How the arithmetic of a program is done.
+
+    ``implementation`` names the code path of every op. Attention products of a prefill are in bf16 unless the weights are
+    float32; everything between products is float32, or bf16 for bf16 weights.
+    """
+
+    form: WeightForm
+    implementation: str
+
+    @property
+    def residual_dtype(self) -> jnp.dtype:
+        """Type of the activations between layers."""
+        return jnp.dtype(jnp.bfloat16 if self.form is WeightForm.BF16 else jnp.float32)
+
+    @property
+    def attention_dtype(self) -> jnp.dtype:
+        """Type of the operands of attention products in a prefill."""
+        return jnp.dtype(jnp.float32 if self.form is WeightForm.FLOAT32 else jnp.bfloat16)
+
+
+class DeviceState(NamedTuple):
+    """What lives on the device between steps; every program takes it donated and returns it."""
+
+    pages: Float[Array, "layers num_pages kv_heads 2 page_size head_dim"]
+    last_ids: Int32[Array, " slots"]
+    """Newest id of each slot, so that a step never waits for the host to read the last one."""
+    counts: Int32[Array, "slots vocab"]
+    bias: Float[Array, "slots vocab"]
+
+
+class DecodeContext(NamedTuple):
+    """What attention needs in a decode step; rows are slots."""
+
+    pages: Array
+    page_table: Int32[Array, "slots width"]
+    lengths: Int32[Array, " slots"]
+
+
+class PrefillContext(NamedTuple):
+    """What attention needs in a prefill step; rows are prompt chunks, back to back."""
+
+    pages: Array
+    page_table: Int32[Array, "rows width"]
+    starts: Int32[Array, " rows"]
+    lengths: Int32[Array, " rows"]
+    offsets: Int32[Array, " rows"]
+
+
+class LayerData(NamedTuple):
+    """Per-layer facts as data, so that one scanned layer serves every kind."""
+
+    index: Int32[Array, ""]
+    window: Int32[Array, ""]
+    local_rope: Int32[Array, ""]
+
+
+class Rope(NamedTuple):
+    """Cosines and sines of the step's positions, stacked: 0 global, 1 local."""
+
+    cos: Float[Array, "kinds tokens half"]
+    sin: Float[Array, "kinds tokens half"]
+
+
+class NewKeyValues(NamedTuple):
+    """Keys and values of the step's tokens, to be written at its end."""
+
+    k: Float[Array, "tokens kv_heads head_dim"]
+    v: Float[Array, "tokens kv_heads head_dim"]
+
+
+def rms_norm(x: Float[Array, "*rows d"], weight: Float[Array, " d"], eps: float) -> Float[Array, "*rows d"]:
+    """``x / rms(x) * weight`` in float32. Source: RMSNorm, arXiv 1910.07467."""
+    wide = x.astype(jnp.float32)
+    return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + eps) * weight).astype(x.dtype)
+
+
+class Layer(nn.Module):
+    """One decoder layer. Parameters are declared by name and come from the weight tree, never from an initialiser."""
+
+    architecture: ModelArchitecture
+    numerics: Numerics
+
+    def _weight(self, name: str) -> Array | Int8Weight:
+        if self.has_variable("params", f"{name}.codes"):
+            return Int8Weight(self._array(f"{name}.codes"), self._array(f"{name}.scale"))
+        return self._array(name)
+
+    def _array(self, name: str) -> Array:
+        return self.get_variable("params", name)
+
+    def _linear(self, name: str, x: Float[Array, "tokens k"]) -> Float[Array, "tokens n"]:
+        """A product with a named weight; its input's Gram matrix is sown for whoever calibrates on it."""
+        if self.is_mutable_collection("gram"):
+            wide = x.astype(jnp.float32)
+            self.sow("gram", name, wide.T @ wide, reduce_fn=lambda _, new: new)
+        return linear(x, self._weight(name), implementation=self.numerics.implementation).astype(x.dtype)
+
+    def __call__(
+        self,
+        x: Float[Array, "tokens embed"],
+        data: LayerData,
+        rope: Rope,
+        context: DecodeContext | PrefillContext,
+    ) -> tuple[Float[Array, "tokens embed"], NewKeyValues]:
+        """The layer's output and its new keys and values."""
+        arch = self.architecture
+        attended, new = self._attention(rms_norm(x, self._array("attn_norm"), arch.norm_eps), data, rope, context)
+        if arch.post_norms:
+            attended = rms_norm(attended, self._array("post_attn_norm"), arch.norm_eps)
+        x += attended
+        hidden = self._feed_forward(rms_norm(x, self._array("ffw_norm"), arch.norm_eps))
+        if arch.post_norms:
+            hidden = rms_norm(hidden, self._array("post_ffw_norm"), arch.norm_eps)
+        return x + hidden, new
+
+    def _attention(
+        self, x: Array, data: LayerData, rope: Rope, context: DecodeContext | PrefillContext
+    ) -> tuple[Float[Array, "tokens embed"], NewKeyValues]:
+        arch = self.architecture
+        mixed = self._linear("qkv", x)
+        if arch.qkv_bias:
+            mixed += self._array("qkv_bias").astype(mixed.dtype)
+        mixed = mixed.reshape(x.shape[0], arch.kv_heads, arch.group + 2, arch.head_dim)
+        q = mixed[:, :, : arch.group].reshape(x.shape[0], arch.q_heads, arch.head_dim)
+        k, v = mixed[:, :, arch.group], mixed[:, :, arch.group + 1]
+        if arch.qk_norm:
+            q = rms_norm(q, self._array("q_norm"), arch.norm_eps)
+            k = rms_norm(k, self._array("k_norm"), arch.norm_eps)
+        cos, sin = rope.cos[data.local_rope], rope.sin[data.local_rope]
+        q, k = rotate(q, cos, sin).astype(x.dtype), rotate(k, cos, sin).astype(x.dtype)
+        attended = self._attend(q, k, v, data, context).astype(x.dtype)
+        return self._linear("o", attended.reshape(x.shape[0], -1)), NewKeyValues(k, v)
+
+    def _attend(
+        self, q: Array, k: Array, v: Array, data: LayerData, context: DecodeContext | PrefillContext
+    ) -> Float[Array, "tokens q_heads head_dim"]:
+        options = {
+            "scale": self.architecture.query_scale,
+            "softcap": self.architecture.attn_softcap,
+            "implementation": self.numerics.implementation,
+        }
+        if isinstance(context, DecodeContext):
+            return paged_decode(
+                q, k, v, context.pages, data.index, context.page_table, context.lengths, data.window, **options
+            )
+        q, k, v = (part.astype(self.numerics.attention_dtype) for part in (q, k, v))
+        return paged_prefill(
+            q, k, v, context.pages, data.index, context.page_table, context.starts, context.lengths, context.offsets,
+            data.window, **options,
+        )  # fmt: skip
+
+    def _feed_forward(self, x: Float[Array, "tokens embed"]) -> Float[Array, "tokens embed"]:
+        gate, up = jnp.split(self._linear("gate_up", x), 2, axis=-1)
+        if self.architecture.activation is Activation.SILU:
+            gate = nn.silu(gate)
+        else:
+            gate = nn.gelu(gate, approximate=True)
+        return self._linear("down", gate * up)
+
+
+class Decoder(nn.Module):
+    """Embedding and all layers; the head is applied by the caller to the rows that need it."""
+
+    architecture: ModelArchitecture
+    numerics: Numerics
+
+    @nn.compact
+    def __call__(
+        self,
+        ids: Int32[Array, " tokens"],
+        positions: Int32[Array, " tokens"],
+        context: DecodeContext | PrefillContext,
+    ) -> tuple[Float[Array, "tokens embed"], NewKeyValues]:
+        """Hidden states before the final norm, and the new keys and values of all layers."""
+        arch = self.architecture
+        embed = self.get_variable("params", "embed")
+        x = embed.at[ids].get(mode="clip").astype(jnp.float32) * arch.embed_scale
+        tables = [rotary_tables(arch, positions, local=False)]
+        if any(arch.local_rope):
+            tables.append(rotary_tables(arch, positions, local=True))
+        rope = Rope(*(jnp.stack(part) for part in zip(*tables, strict=True)))
+        layers = nn.scan(
+            Layer,
+            variable_axes={"params": 0},
+            split_rngs={"params": False},
+            in_axes=(0, nn.broadcast, nn.broadcast),
+            length=arch.layers,
+        )(arch, self.numerics, name="layers")
+        return layers(x.astype(self.numerics.residual_dtype), layer_data(arch), rope, context)
+
+
+def layer_data(architecture: ModelArchitecture) -> LayerData:
+    """The per-layer facts of all layers, stacked."""
+    return LayerData(
+        jnp.arange(architecture.layers, dtype=jnp.int32),
+        jnp.asarray(np.asarray(architecture.windows, np.int32)),
+        jnp.asarray(np.asarray(architecture.local_rope, np.int32)),
+    )
+
+
+def parameters(weights: Weights) -> dict[str, object]:
+    """The flat weight tree in the shape that the modules read."""
+    outside = {name: array for name, array in weights.items() if name in _OUTSIDE_LAYERS}
+    inside = {name: array for name, array in weights.items() if name not in _OUTSIDE_LAYERS}
+    return {"params": {**outside, "layers": inside}}
+
+
+def logits_of(
+    architecture: ModelArchitecture, numerics: Numerics, weights: Weights, hidden: Float[Array, "rows embed"]
+) -> Float[Array, "rows vocab"]:
+    """Final norm, head and logit soft cap; float32."""
+    x = rms_norm(hidden, weights["final_norm"], architecture.norm_eps)
+    if "head.codes" in weights:
+        head = Int8Weight(weights["head.codes"], weights["head.scale"])
+    else:
+        head = weights["head"] if "head" in weights else weights["embed"].T
+    logits = linear(x, head, implementation=numerics.implementation).astype(jnp.float32)
+    cap = architecture.logit_softcap
+    return cap * jnp.tanh(logits / cap) if cap else logits
+
+
+def decode_step(
+    architecture: ModelArchitecture,
+    numerics: Numerics,
+    weights: Weights,
+    state: DeviceState,
+    ints: Int32[Array, "slots columns"],
+    floats: Float[Array, "slots float_columns"],
+) -> tuple[DeviceState, Sampled]:
+    """One id for every slot in use: feeds each slot's last id, samples the next.
+
+    The columns are those of ``planner.batch``; row i is slot i.
+    """
+    slots = ints.shape[0]
+    page_table, lengths = ints[:, NUM_INTS:], ints[:, I.START]
+    context = DecodeContext(state.pages, page_table, jnp.where(ints[:, I.LENGTH] > 0, lengths, 0))
+    hidden, new = Decoder(architecture, numerics).apply(
+        parameters(weights), state.last_ids[:slots], lengths, context
+    )
+    in_use = ints[:, I.LENGTH] > 0
+    pages = _write(state.pages, new, page_table, jnp.arange(slots), lengths, in_use, numerics)
+    logits = logits_of(architecture, numerics, weights, hidden)
+    return _sample(state, pages, logits, ints, floats, lengths + 1, numerics)
+
+
+def prefill_step(
+    architecture: ModelArchitecture,
+    numerics: Numerics,
+    weights: Weights,
+    state: DeviceState,
+    tokens: Int32[Array, " chunk"],
+    ints: Int32[Array, "rows columns"],
+    floats: Float[Array, "rows float_columns"],
+) -> tuple[DeviceState, Sampled]:
+    """Process prompt chunks; rows whose chunk ends their prompt sample their first id into their slot."""
+    page_table, starts, lengths, offsets = (ints[:, NUM_INTS:], ints[:, I.START], ints[:, I.LENGTH], ints[:, I.OFFSET])
+    row = row_of_token(lengths, offsets, tokens.shape[0])
+    safe_row = jnp.minimum(row, ints.shape[0] - 1)
+    positions = starts[safe_row] + jnp.arange(tokens.shape[0]) - offsets[safe_row]
+    context = PrefillContext(state.pages, page_table, starts, lengths, offsets)
+    hidden, new = Decoder(architecture, numerics).apply(parameters(weights), tokens, positions, context)
+    pages = _write(state.pages, new, page_table, safe_row, positions, row < ints.shape[0], numerics)
+    last = jnp.maximum(offsets + lengths - 1, 0)
+    logits = logits_of(architecture, numerics, weights, hidden[last])
+    return _sample(state, pages, logits, ints, floats, starts + lengths, numerics)
+
+
+def set_slot(
+    state: DeviceState, slot: Int32[Array, ""], counts: Int32[Array, " vocab"], bias: Float[Array, " vocab"]
+) -> DeviceState:
+    """Give a slot the penalty counts and the bias of the sequence that enters it."""
+    return state._replace(counts=state.counts.at[slot].set(counts), bias=state.bias.at[slot].set(bias))
+
+
+def _write(
+    pages: Array,
+    new: NewKeyValues,
+    page_table: Int32[Array, "rows width"],
+    row: Int32[Array, " tokens"],
+    positions: Int32[Array, " tokens"],
+    valid: Array,
+    numerics: Numerics,
+) -> Array:
+    num_pages, page_size = pages.shape[1], pages.shape[4]
+    ids = page_table[row, jnp.minimum(positions // page_size, page_table.shape[1] - 1)]
+    ids = jnp.where(valid, ids, num_pages)
+    return page_write(pages, new.k, new.v, ids, positions % page_size, implementation=numerics.implementation)
+
+
+def _sample(
+    state: DeviceState,
+    pages: Array,
+    logits: Float[Array, "rows vocab"],
+    ints: Int32[Array, "rows columns"],
+    floats: Float[Array, "rows float_columns"],
+    positions: Int32[Array, " rows"],
+    numerics: Numerics,
+) -> tuple[DeviceState, Sampled]:
+    num_slots = state.last_ids.shape[0]
+    rows = SampleRows(
+        slot=jnp.clip(ints[:, I.SLOT], 0, num_slots - 1),
+        position=positions,
+        seed_low=ints[:, I.SEED_LOW],
+        seed_high=ints[:, I.SEED_HIGH],
+        temperature=floats[:, F.TEMPERATURE],
+        top_k=ints[:, I.TOP_K],
+        top_p=floats[:, F.TOP_P],
+        min_p=floats[:, F.MIN_P],
+        repetition=floats[:, F.REPETITION],
+        presence=floats[:, F.PRESENCE],
+        frequency=floats[:, F.FREQUENCY],
+        penalised=ints[:, I.PENALISED],
+        biased=ints[:, I.BIASED],
+        suppressed=ints[:, I.SUPPRESSED : I.SUPPRESSED + NUM_SUPPRESSED],
+        top_logprobs=ints[:, I.TOP_LOGPROBS],
+    )
+    out = sample(
+        logits, rows, state.counts, state.bias, num_top=min(NUM_TOP_LOGPROBS, logits.shape[1]),
+        implementation=numerics.implementation,
+    )  # fmt: skip
+    # rows that sample nothing write outside, where the write is dropped
+    target = jnp.where(ints[:, I.SAMPLE] > 0, ints[:, I.SLOT], num_slots)
+    return DeviceState(
+        pages=pages,
+        last_ids=state.last_ids.at[target].set(out.ids, mode="drop"),
+        counts=state.counts.at[target, out.ids].add(1, mode="drop"),
+        bias=state.bias,
+    ), out
