@@ -9,10 +9,12 @@ from enum import StrEnum
 
 
 class Phase(StrEnum):
-    """Which of the two computations a program does."""
+    """Which computation a program does."""
 
     PREFILL = "prefill"
     DECODE = "decode"
+    SET_SLOT = "set_slot"
+    """No step of a model: writes the penalty state of a sequence that enters a slot."""
 
 
 class BucketError(ValueError):

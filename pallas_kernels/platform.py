@@ -1,0 +1,37 @@
+"""The only place that asks which backend, device and instruction sets are present."""
+
+import platform as host_platform
+from pathlib import Path
+
+_CPUINFO = Path("/proc/cpuinfo")
+_RELEVANT = (
+    "amx", "avx", "bmi", "f16c", "fma", "movbe", "sse4", "asimd", "bf16", "i8mm", "sve",
+)  # fmt: skip
+
+
+def cpu_model() -> str:
+    """The CPU's own name, for reports; ``unknown`` where the system does not tell."""
+    for line in _cpuinfo():
+        if line.startswith(("model name", "Processor")):
+            return line.split(":", 1)[1].strip()
+    return host_platform.processor() or "unknown"
+
+
+def cpu_features() -> tuple[str, ...]:
+    """Instruction-set extensions of this CPU that compiled code may depend on, sorted."""
+    for line in _cpuinfo():
+        if line.startswith(("flags", "Features")):
+            flags = line.split(":", 1)[1].split()
+            return tuple(sorted(flag for flag in flags if flag.startswith(_RELEVANT)))
+    return ()
+
+
+def device_kind() -> str:
+    """The kind of the first device that JAX sees, as JAX names it. Loads jax."""
+    import jax  # noqa: PLC0415 - the rest of this module must not cost its import
+
+    return jax.devices()[0].device_kind
+
+
+def _cpuinfo() -> list[str]:
+    return _CPUINFO.read_text().splitlines() if _CPUINFO.exists() else []

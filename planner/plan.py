@@ -1,0 +1,161 @@
+"""Plan: every decision that programs are compiled from, frozen and serialisable.
+
+Owns the choice of the bucket lattice and the page count. Reads an architecture and a handful of settings; never imports
+jax and never looks at the machine: what it needs to know of memory comes in as bytes.
+"""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from planner.architecture import ModelArchitecture
+from planner.buckets import Bucket, Lattice, Phase
+from planner.formats import KvFormat, WeightForm
+
+PAGE_SIZES = (16, 32, 64, 128, 256, 512)
+_ELEMENT_BYTES = {KvFormat.FLOAT32: 4, KvFormat.BF16: 2}
+_SMALLEST_CHUNK = 32
+_SMALLEST_DECODE = 1
+
+
+class PlanError(ValueError):
+    """Settings that cannot be planned; the message gives the value, the bound and what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a node serves and with which static shapes. Lengths in tokens, ``prefill_budget`` in ids a step."""
+
+    architecture: ModelArchitecture
+    target: str
+    weight_form: WeightForm
+    kv_format: KvFormat
+    context: int
+    page_size: int
+    num_pages: int
+    slots: int
+    lattice: Lattice
+    prefill_budget: int
+    devices: int = 1
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page over all layers."""
+        element = _ELEMENT_BYTES[self.kv_format]
+        return int(self.page_size * self.architecture.kv_bytes_per_token(element))
+
+    @property
+    def table_width(self) -> int:
+        """Pages of the longest sequence."""
+        return -(-self.context // self.page_size)
+
+    def buckets(self) -> tuple[Bucket, ...]:
+        """The bucket of every program: decode, prefill, and the one that sets a slot's penalty state."""
+        return (*self.lattice.buckets(), Bucket(Phase.SET_SLOT, self.slots, 1, 1))
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values; equal plans give equal documents."""
+        document = {name: getattr(self, name) for name in self.__slots__ if name not in ("architecture", "lattice")}
+        return {**document, "architecture": self.architecture.to_json(), "lattice": asdict(self.lattice)}
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any]) -> "Plan":
+        """Read what ``to_json`` wrote.
+
+        Raises:
+            PlanError: a field is missing, unknown or of the wrong kind.
+        """
+        try:
+            fields = dict(document)
+            fields["architecture"] = ModelArchitecture.from_json(fields["architecture"])
+            lattice = {name: tuple(v) if isinstance(v, list) else v for name, v in fields["lattice"].items()}
+            fields["lattice"] = Lattice(**lattice)
+            fields["weight_form"] = WeightForm(fields["weight_form"])
+            fields["kv_format"] = KvFormat(fields["kv_format"])
+            return cls(**fields)
+        except (KeyError, TypeError, ValueError) as error:
+            raise PlanError(f"not a plan: {error}") from error
+
+    def digest(self) -> str:
+        """SHA-256 of the canonical document, hexadecimal."""
+        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
+
+
+def make_plan(
+    architecture: ModelArchitecture,
+    *,
+    target: str,
+    weight_form: WeightForm,
+    kv_format: KvFormat,
+    context: int,
+    slots: int,
+    prefill_chunk: int,
+    prefill_slots: int,
+    page_size: int,
+    kv_bytes: int,
+) -> Plan:
+    """Choose the page count and the lattice.
+
+    Args:
+        architecture: the model.
+        target: name of the target.
+        weight_form: how linear layers hold their weights.
+        kv_format: how pages hold keys and values.
+        context: longest sequence, prompt and completion together; 0 = the model's own.
+        slots: most sequences decoded at once.
+        prefill_chunk: most prompt ids a step.
+        prefill_slots: most prompt chunks a step.
+        page_size: token positions a page.
+        kv_bytes: bytes for the page pool; 0 = room for every slot at full context, at most.
+
+    Raises:
+        PlanError: a setting is out of range, or the pool would not hold one sequence.
+    """
+    context = context or architecture.context
+    if context > architecture.context:
+        raise PlanError(
+            f"context {context} passes the {architecture.context} positions that the model was made for; lower it"
+        )
+    if page_size not in PAGE_SIZES:
+        raise PlanError(f"page_size {page_size} is not one of {PAGE_SIZES}")
+    if kv_format not in _ELEMENT_BYTES:
+        raise PlanError(f"kv_format {kv_format} is not available; use {' or '.join(_ELEMENT_BYTES)}")
+    if not 1 <= slots <= 1024:
+        raise PlanError(f"slots {slots} is outside 1..1024")
+    if not _SMALLEST_CHUNK <= prefill_chunk <= 8192 or prefill_chunk % 16:
+        raise PlanError(f"prefill_chunk {prefill_chunk} must be a multiple of 16 in {_SMALLEST_CHUNK}..8192")
+    if not 1 <= prefill_slots <= prefill_chunk:
+        raise PlanError(f"prefill_slots {prefill_slots} is outside 1..{prefill_chunk}, the prefill chunk")
+    page_bytes = int(page_size * architecture.kv_bytes_per_token(_ELEMENT_BYTES[kv_format]))
+    width = -(-context // page_size)
+    num_pages = kv_bytes // page_bytes if kv_bytes else slots * width
+    if num_pages < width:
+        raise PlanError(
+            f"a page pool of {kv_bytes} bytes holds {num_pages} pages of {page_bytes} bytes; one sequence of {context} "
+            f"tokens needs {width}: raise the pool to {width * page_bytes} bytes or lower the context"
+        )
+    return Plan(
+        architecture=architecture,
+        target=target,
+        weight_form=weight_form,
+        kv_format=kv_format,
+        context=context,
+        page_size=page_size,
+        num_pages=min(num_pages, slots * width),
+        slots=slots,
+        lattice=Lattice(
+            decode_slots=_doublings(_SMALLEST_DECODE, slots, 2),
+            prefill_chunks=_doublings(_SMALLEST_CHUNK, prefill_chunk, 2),
+            prefill_slots=prefill_slots,
+            widths=(width,),
+        ),
+        prefill_budget=prefill_chunk,
+    )
+
+
+def _doublings(smallest: int, largest: int, factor: int) -> tuple[int, ...]:
+    sizes = [largest]
+    while sizes[0] > smallest:
+        sizes.insert(0, max(smallest, -(-sizes[0] // factor)))
+    return tuple(sizes)

@@ -1,0 +1,236 @@
+"""Program store: the directory of compiled programs that a build host writes and a node loads.
+
+Owns its format: ``manifest.json``, ``manifest.sig`` (Ed25519 over the manifest's bytes) and one ``<key>.zst`` a program,
+whose SHA-256 stands in the manifest. Nothing is unpickled before signature and hash are verified, and nothing is loaded
+that was built from another plan, by other versions, for other instruction sets or from other kernel sources.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from importlib import metadata, resources
+from pathlib import Path
+from typing import Any
+
+import zstandard
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from pallas_kernels.platform import cpu_features
+from planner.buckets import Bucket
+from planner.plan import Plan
+from planner.program import Program, ProgramCost, deserialise, serialise
+from planner.signing import verifies
+from planner.target import Target, find_target
+
+SCHEMA = 1
+MANIFEST, SIGNATURE = "manifest.json", "manifest.sig"
+_LEVEL = 3
+_PLANNER_SOURCES = ("batch.py", "decoder.py", "program.py", "rope.py", "weights.py")
+
+
+class StoreError(ValueError):
+    """A store cannot be used; the message says what is wrong with it and how to build it anew."""
+
+
+class StoreMissingError(StoreError):
+    """There is no store in the directory."""
+
+
+class StoreUntrustedError(StoreError):
+    """The manifest is unsigned or signed by another key, or a program is not the one that was signed."""
+
+
+class StoreMismatchError(StoreError):
+    """The store was built for something else; ``differences`` lists it line by line."""
+
+    def __init__(self, message: str, differences: tuple[str, ...]) -> None:
+        super().__init__(message)
+        self.differences = differences
+
+
+@dataclass(frozen=True, slots=True)
+class StoreEntry:
+    """One program as the manifest describes it."""
+
+    key: str
+    sha256: str
+    num_bytes: int
+    cost: ProgramCost
+
+
+def program_key(plan: Plan, bucket: Bucket) -> str:
+    """The name of a program: everything that two programs of one manifest may differ in."""
+    return f"{bucket.name}-{plan.kv_format}-{plan.weight_form}-d{plan.devices}-{plan.target}"
+
+
+def identity(plan: Plan) -> dict[str, Any]:
+    """What a store must have been built from to serve this plan on this host."""
+    target = find_target(plan.target)
+    return {
+        "target": {"name": target.name, "platform": target.platform, "features": list(_features(target))},
+        "architecture_sha256": _digest(plan.architecture.to_json()),
+        "weight_form": str(plan.weight_form),
+        "plan_sha256": plan.digest(),
+        "versions": {name: metadata.version(name) for name in ("jax", "jaxlib")},
+        "kernel_sources_sha256": _kernel_sources(),
+    }
+
+
+def write_store(directory: Path, plan: Plan, programs: Mapping[Bucket, Program], key: Ed25519PrivateKey) -> None:
+    """Write a whole store beside the old one and put it in its place.
+
+    Raises:
+        StoreError: the disk is full or the directory cannot be written; the old store is untouched.
+    """
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+    try:
+        entries: list[dict[str, Any]] = []
+        for bucket, program in programs.items():
+            packed = zstandard.compress(serialise(program), _LEVEL)
+            name = program_key(plan, bucket)
+            (scratch / f"{name}.zst").write_bytes(packed)
+            entry = StoreEntry(name, hashlib.sha256(packed).hexdigest(), len(packed), program.cost)
+            entries.append(asdict(entry))
+        manifest = {"schema": SCHEMA, **identity(plan), "plan": plan.to_json(), "programs": entries}
+        text = json.dumps(manifest, indent=1, sort_keys=True).encode()
+        (scratch / MANIFEST).write_bytes(text)
+        (scratch / SIGNATURE).write_bytes(key.sign(text))
+        _replace(directory, scratch)
+    except OSError as error:
+        raise StoreError(f"program store {directory} cannot be written: {error}; free space or choose another") from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _replace(directory: Path, scratch: Path) -> None:
+    old = scratch.with_name(f"{scratch.name}-old")
+    scratch.chmod(0o755)
+    if directory.exists():
+        directory.rename(old)
+    scratch.rename(directory)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramStore:
+    """A verified store: every program in it may be loaded here."""
+
+    directory: Path
+    plan: Plan
+    entries: Mapping[str, StoreEntry]
+
+    def load(self, bucket: Bucket) -> Program:
+        """One program, its bytes checked against the signed hash first.
+
+        Raises:
+            StoreError: the program is not in the store.
+            StoreUntrustedError: its bytes are not the signed ones.
+        """
+        key = program_key(self.plan, bucket)
+        entry = self.entries.get(key)
+        path = self.directory / f"{key}.zst"
+        if entry is None or not path.is_file():
+            raise StoreError(f"program {key} is missing from {self.directory}; rebuild it with: zccp build")
+        packed = path.read_bytes()
+        if hashlib.sha256(packed).hexdigest() != entry.sha256:
+            raise StoreUntrustedError(f"program {path} is not the one that was signed; rebuild it with: zccp build")
+        return deserialise(self.plan, bucket, entry.cost, zstandard.decompress(packed))
+
+    def load_all(self) -> Iterator[Program]:
+        """Every program of the plan."""
+        return (self.load(bucket) for bucket in self.plan.buckets())
+
+
+def open_store(directory: Path, plan: Plan, key: Ed25519PublicKey) -> ProgramStore:
+    """Verify a store and that it was built for this plan on this kind of host.
+
+    Raises:
+        StoreMissingError: nothing is there.
+        StoreUntrustedError: the signature is missing or another key's.
+        StoreMismatchError: it was built for something else.
+    """
+    manifest_path, signature_path = directory / MANIFEST, directory / SIGNATURE
+    if not manifest_path.is_file():
+        raise StoreMissingError(f"there is no program store in {directory}; build it with: zccp build")
+    text = manifest_path.read_bytes()
+    if not signature_path.is_file() or not verifies(key, signature_path.read_bytes(), text):
+        raise StoreUntrustedError(
+            f"the manifest in {directory} is not signed by the expected key; rebuild it with: zccp build, or name the "
+            "public key of its builder in the configuration"
+        )
+    manifest = json.loads(text)
+    found = differences(manifest, plan)
+    if found:
+        listing = "\n  ".join(found)
+        raise StoreMismatchError(
+            f"the program store in {directory} does not fit:\n  {listing}\nrebuild it with: zccp build", found
+        )
+    entries = {
+        item["key"]: StoreEntry(item["key"], item["sha256"], item["num_bytes"], ProgramCost(**item["cost"]))
+        for item in manifest["programs"]
+    }
+    return ProgramStore(directory, plan, entries)
+
+
+def differences(manifest: Mapping[str, Any], plan: Plan) -> tuple[str, ...]:
+    """What a manifest says otherwise than this plan on this host needs, a line each."""
+    if manifest.get("schema") != SCHEMA:
+        return (f"schema: the store has {manifest.get('schema')}, this version reads {SCHEMA}",)
+    wanted = identity(plan)
+    lines = [
+        f"{name}: the store has {manifest.get(name)}, needed is {value}"
+        for name, value in wanted.items()
+        if name not in ("plan_sha256", "target") and manifest.get(name) != value
+    ]
+    lines += _target_lines(manifest.get("target", {}), wanted["target"])
+    if manifest.get("plan_sha256") != wanted["plan_sha256"]:
+        lines += _plan_lines(manifest.get("plan", {}), plan.to_json())
+    return tuple(lines)
+
+
+def _target_lines(store: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    if store.get("name") != wanted["name"]:
+        return [f"target: the store is for {store.get('name')}, needed is {wanted['name']}"]
+    has, needs = set(wanted["features"]), set(store.get("features", ()))
+    if wanted["name"].endswith("_native"):
+        fits = has == needs
+    else:
+        fits = needs <= set(cpu_features())
+    if fits:
+        return []
+    missing, extra = sorted(needs - has), sorted(has - needs)
+    return [f"target features: the store needs {missing or 'no more'} which this CPU lacks; it has {extra} besides"]
+
+
+def _plan_lines(store: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    lines = [
+        f"plan {name}: the store has {store.get(name)}, needed is {value}"
+        for name, value in wanted.items()
+        if name != "architecture" and store.get(name) != value
+    ]
+    return lines or ["plan: differs in the architecture"]
+
+
+def _features(target: Target) -> tuple[str, ...]:
+    return target.features if target.features or target.platform != "cpu" else cpu_features()
+
+
+def _digest(document: Any) -> str:
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+
+
+def _kernel_sources() -> str:
+    """SHA-256 over every source file that a program is made from, names included."""
+    digest = hashlib.sha256()
+    kernels = Path(str(resources.files("pallas_kernels")))
+    planner = Path(str(resources.files("planner")))
+    files = sorted(kernels.rglob("*.py")) + [planner / name for name in _PLANNER_SOURCES]
+    for file in files:
+        digest.update(f"{file.parent.name}{os.sep}{file.name}\n".encode())
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
