@@ -1,0 +1,135 @@
+"""Model record: what the store knows of a model beside its weights, readable without any array library.
+
+Owns the layout of a model's folder and of ``model.json``. Workers read tokenizer and templates from here; the engine
+reads the architecture.
+
+    <home>/models/<name>/model.json        this record
+                         tokenizer.json    the tokenizer document
+                         source/           the fetched or linked model files
+                         weights-<form>/   one orbax checkpoint a weight form
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from appliance.model.tokenizer import TextAssets
+from planner.architecture import ModelArchitecture
+from planner.formats import WeightForm
+
+SCHEMA = 1
+_RECORD, _TOKENIZER = "model.json", "tokenizer.json"
+
+
+class ModelRecordError(ValueError):
+    """A model folder cannot be read; the message names the file, what is wrong and the remedy."""
+
+
+class ModelRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One model of the store. ``source_sha256`` maps source file names to digests; ``created`` is in Unix seconds."""
+
+    schema: int = SCHEMA
+    name: str
+    reference: str
+    architecture: dict[str, Any]
+    context: int
+    created: int
+    licence: str = ""
+    source_sha256: dict[str, str] = {}
+    add_bos: bool = False
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+    special_texts: dict[str, str] = {}
+    chat_templates: dict[str, str] = {}
+
+    def read_architecture(self) -> ModelArchitecture:
+        """The model's architecture.
+
+        Raises:
+            UnsupportedArchitectureError: it was stored by another version.
+        """
+        return ModelArchitecture.from_json(self.architecture)
+
+
+def weights_folder(folder: Path, form: WeightForm) -> Path:
+    """Where a model's weights of one form lie."""
+    return folder / f"weights-{form.value}"
+
+
+def write_record(folder: Path, record: ModelRecord, tokenizer_json: str) -> None:
+    """Write ``tokenizer.json`` and then ``model.json``, each in one step.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    _replace(folder / _TOKENIZER, tokenizer_json.encode())
+    _replace(folder / _RECORD, msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
+
+
+def read_record(folder: Path) -> ModelRecord:
+    """Read a model's record.
+
+    Raises:
+        ModelRecordError: the folder holds no model, or one of another version.
+    """
+    path = folder / _RECORD
+    try:
+        record = msgspec.json.decode(path.read_bytes(), type=ModelRecord)
+    except FileNotFoundError as error:
+        raise ModelRecordError(
+            f"{folder}: holds no model ({_RECORD} is missing); fetch it with zccp models pull"
+        ) from error
+    except msgspec.DecodeError as error:
+        raise ModelRecordError(f"{path}: {error}; fetch the model again with zccp models pull") from error
+    if record.schema != SCHEMA:
+        raise ModelRecordError(f"{path}: schema {record.schema}, this version reads {SCHEMA}; fetch the model again")
+    return record
+
+
+def read_text_assets(folder: Path) -> TextAssets:
+    """Tokenizer, templates and control tokens of a stored model.
+
+    Raises:
+        ModelRecordError: the record or the tokenizer document is missing or damaged.
+    """
+    record = read_record(folder)
+    path = folder / _TOKENIZER
+    try:
+        document = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelRecordError(f"{path}: {error}; fetch the model again with zccp models pull") from error
+    return TextAssets(
+        tokenizer_json=document,
+        templates=record.chat_templates,
+        special_texts=record.special_texts,
+        add_bos=record.add_bos,
+        bos_id=record.bos_id,
+        eos_ids=record.eos_ids,
+    )
+
+
+def text_fields(assets: TextAssets) -> Mapping[str, Any]:
+    """The fields of a record that come from its text assets."""
+    return {
+        "add_bos": assets.add_bos,
+        "bos_id": assets.bos_id,
+        "eos_ids": assets.eos_ids,
+        "special_texts": dict(assets.special_texts),
+        "chat_templates": dict(assets.templates),
+    }
+
+
+def _replace(path: Path, content: bytes) -> None:
+    part = path.with_name(path.name + ".part")
+    try:
+        with part.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
