@@ -1,0 +1,1 @@
+"""Request and answer structs of the two APIs; no HTTP, no engine."""
