@@ -91,7 +91,9 @@ class Admitted(Struct, frozen=True, tag=18, array_like=True):
 
 
 class Refused(Struct, frozen=True, tag=19, array_like=True):
-    """The request whose first segment this is was not taken. ``kind``: overloaded | draining | too_long | stale."""
+    """The request whose first segment this is was not taken. ``kind``: overloaded | draining | too_long | stale |
+    invalid.
+    """
 
     segment: int
     kind: str
@@ -159,7 +161,7 @@ def encode(message: ToEngine | ToWorker) -> bytes:
     return packet
 
 
-def decode_to_engine(packet: bytes) -> ToEngine:
+def decode_to_engine(packet: bytes | memoryview) -> ToEngine:
     """A worker's message.
 
     Raises:
@@ -171,7 +173,7 @@ def decode_to_engine(packet: bytes) -> ToEngine:
         raise WireError(f"malformed packet of {len(packet)} bytes from a worker: {error}") from error
 
 
-def decode_to_worker(packet: bytes) -> ToWorker:
+def decode_to_worker(packet: bytes | memoryview) -> ToWorker:
     """The engine's message.
 
     Raises:

@@ -1,0 +1,48 @@
+"""Process life on Linux: dying with the parent, talking to the service manager, saying how a child ended.
+
+Owns these calls so that nobody else needs ``ctypes`` or a raw datagram socket. Never imports jax.
+"""
+
+import ctypes
+import os
+import signal
+import socket
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Ask the kernel to send SIGTERM to this process when its parent dies; exit at once if that has happened.
+
+    Raises:
+        SystemExit: the parent is gone already.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != parent_pid:
+        raise SystemExit(1)
+
+
+def notify(address: str | None, *fields: str) -> None:
+    """Tell the service manager something, as in ``READY=1``; nothing where there is none.
+
+    Source: systemd's sd_notify(3). A manager that does not listen is no reason to fail.
+    """
+    if not address:
+        return
+    target = "\0" + address[1:] if address.startswith("@") else address
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
+        try:
+            sender.connect(target)
+            sender.send("\n".join(fields).encode())
+        except OSError:
+            return
+
+
+def ending(code: int) -> str:
+    """How a child ended, in words, from its return code (negative: the signal)."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"signal {signal.Signals(-code).name}"
+    except ValueError:
+        return f"signal {-code}"
