@@ -183,5 +183,7 @@ def test_allocator_refuses_a_foreign_segment() -> None:
 
 def test_module_needs_no_numpy() -> None:
     code = "import sys, appliance.host.segments, appliance.host.channel; print({'numpy', 'jax'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=dict(os.environ))
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=dict(os.environ)
+    )
     assert done.stdout == "set()\n"

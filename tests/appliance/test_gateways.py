@@ -1,0 +1,674 @@
+"""Both halves of the gateway over a real socket: ids, logprobs, refusals, cancels, lost engines, dead workers."""
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from api.errors import BadRequestError, ContextLengthError, NotReadyError, OverloadedError
+from api.ports import Finished, GenerationRequest, SamplingParams, TokenLogprob, Tokens
+from appliance.gateway_engine import EngineGateway, GatewayError
+from appliance.gateway_worker import LinkSettings, WorkerGateway
+from appliance.host import wire
+from appliance.host.segments import SegmentFile, SegmentRange
+from tests.support.engine_loop import EngineLoop
+
+STRIDE = 528_384
+
+
+@dataclass
+class Clock:
+    """A clock that tests move."""
+
+    ns: int = 1_000_000_000
+
+    def __call__(self) -> int:
+        return self.ns
+
+    def seconds(self) -> float:
+        return self.ns / 1e9
+
+
+@dataclass
+class Pair:
+    """One worker gateway and one engine loop on a real socket."""
+
+    path: Path
+    segments: SegmentFile
+    clock: Clock
+    worker: WorkerGateway
+    engine: EngineLoop | None = None
+    events: dict[int, list[Tokens | Finished]] = field(default_factory=dict)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Let both sides run until the condition holds."""
+        for _ in range(2000):
+            if self.engine is not None:
+                self.engine.turn()
+            if condition():
+                return
+            await asyncio.sleep(0.001)
+        raise AssertionError("the condition never came true")
+
+    async def together(self, awaitable: Awaitable[object]) -> object:
+        """The result of something that needs the engine to run."""
+        task = asyncio.ensure_future(awaitable)
+        await self.until(task.done)
+        return task.result()
+
+
+@asynccontextmanager
+async def pair(tmp_path: Path, *, count: int = 8, connect: bool = True, **settings: float) -> AsyncIterator[Pair]:
+    path, clock = tmp_path / "engine.sock", Clock()
+    with SegmentFile.create("pair", count, STRIDE, tmp_path) as segments:
+        link = LinkSettings(
+            worker=0, pid=os.getpid(), socket=path, owned=SegmentRange(0, count),
+            retry_first_s=0.001, retry_most_s=0.002, tick_s=0.002, **settings,
+        )  # fmt: skip
+        both = Pair(path, segments, clock, WorkerGateway(link, segments, clock))
+        both.worker.start()
+        if connect:
+            both.engine = EngineLoop(path, segments, epoch=1, clock=clock.seconds)
+            await both.until(lambda: both.worker.status().state == "ready")
+        try:
+            yield both
+        finally:
+            await both.worker.close()
+            if both.engine is not None:
+                both.engine.gateway.close(flush_s=0.0)
+
+
+def request(*prompt: int, choices: int = 1, **sampling: object) -> GenerationRequest:
+    params = SamplingParams(**{"max_tokens": 100, "seed": 5, **sampling})  # type: ignore[arg-type]
+    return GenerationRequest(
+        request_id="r1", model="m", tenant="t", prompt_ids=list(prompt), sampling=params, num_choices=choices
+    )
+
+
+async def rest(generation: object) -> list[Tokens | Finished]:
+    return [event async for event in generation]  # type: ignore[attr-defined]
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(test())
+
+
+def test_tokens_pass_through_the_segment_and_it_is_free_again(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with pair(tmp_path) as both:
+            generation = await both.together(both.worker.submit(request(10, 11, 12)))
+            (sequence,) = both.engine.sequences.values()
+            assert sequence.ids == [10, 11, 12]
+            assert (sequence.prompt_len, sequence.request_id, sequence.tenant) == (3, "r1", "t")
+            assert sequence.sampling.stop_ids == {2}
+            assert both.worker.free_segments == 7
+            both.engine.emit(sequence.key, (20, 21))
+            assert both.segments.read_ids(sequence.key, 0, 5) == [10, 11, 12, 20, 21]
+            assert await anext(generation) == Tokens(0, (20, 21))
+            both.engine.emit(sequence.key, (22,))
+            both.engine.emit(sequence.key, (23,), finish="stop", stop_id=2, cached_tokens=1)
+            await both.until(lambda: both.worker.free_segments == 8)
+            events = await rest(generation)
+            assert [event.ids for event in events[:-1]] == [(22, 23)]
+            assert events[-1] == Finished(0, "stop", stop_token_id=2, cached_tokens=1)
+            assert both.worker.outstanding == 0
+            assert both.engine.gateway.live_keys == frozenset()
+
+    run(body)
+
+
+def test_every_sampling_parameter_reaches_the_engine(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with pair(tmp_path) as both:
+            await both.together(
+                both.worker.submit(
+                    request(
+                        1,
+                        max_tokens=9,
+                        temperature=0.5,
+                        top_k=3,
+                        top_p=0.25,
+                        min_p=0.125,
+                        repetition_penalty=1.5,
+                        presence_penalty=0.75,
+                        frequency_penalty=-0.5,
+                        logit_bias=((4, 2.0), (5, -100.0)),
+                        seed=-1,
+                        min_tokens=2,
+                        ignore_eos=True,
+                        stop_token_ids=(7, 8),
+                        top_logprobs=20,
+                    )  # fmt: skip
+                )
+            )
+            (sequence,) = both.engine.sequences.values()
+            sampling = sequence.sampling
+            assert sampling.max_tokens == 9
+            assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.5, 3, 0.25, 0.125)
+            assert (sampling.repetition_penalty, sampling.presence_penalty) == (1.5, 0.75)
+            assert sampling.frequency_penalty == -0.5
+            assert sampling.logit_bias == ((4, 2.0), (5, -100.0))
+            assert sampling.seed == 2**64 - 1
+            assert sampling.min_tokens == 2
+            assert sampling.stop_ids == {7, 8}
+            assert sampling.top_logprobs == 20
+
+    run(body)
+
+
+def test_choices_share_a_leader_and_have_their_own_seeds(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with pair(tmp_path) as both:
+            generation = await both.together(both.worker.submit(request(1, 2, choices=3)))
+            first, second, third = both.engine.sequences.values()
+            assert second.leader is first
+            assert third.leader is first
+            assert len({s.sampling.seed for s in (first, second, third)}) == 3
+            assert first.sampling.seed == 5
+            for sequence, token in ((third, 30), (first, 10), (second, 20)):
+                both.engine.emit(sequence.key, (token,), finish="length")
+            await both.until(lambda: both.worker.free_segments == 8)
+            events = await rest(generation)
+            tokens = {event.choice: event.ids for event in events if isinstance(event, Tokens)}
+            assert tokens == {0: (10,), 1: (20,), 2: (30,)}
+            ends = sorted(event.choice for event in events if isinstance(event, Finished))
+            assert ends == [0, 1, 2]
+
+    run(body)
+
+
+def test_without_a_seed_each_request_gets_a_fresh_one(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with pair(tmp_path) as both:
+            for _ in range(2):
+                await both.together(both.worker.submit(request(1, seed=None)))
+            one, other = (sequence.sampling.seed for sequence in both.engine.sequences.values())
+            assert one != other
+
+    run(body)
+
+
+def test_logprobs_arrive_with_their_ids(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with pair(tmp_path) as both:
+            generation = await both.together(both.worker.submit(request(1, top_logprobs=1)))
+            (key,) = both.engine.sequences
+            record = ((20, -0.5), (21, -0.25))
+            both.engine.emit(key, (20,), (record,))
+            assert await anext(generation) == Tokens(0, (20,), (TokenLogprob(20, -0.5, ((21, -0.25),)),))
+            both.engine.emit(key, (21, 22), (((21, -1.0), (21, -1.0)), ((22, -2.0), (9, -0.125))), finish="length")
+            await both.until(lambda: both.worker.free_segments == 8)
+            events = await rest(generation)
+            expected = (TokenLogprob(21, -1.0, ((21, -1.0),)), TokenLogprob(22, -2.0, ((9, -0.125),)))
+            assert events == [Tokens(0, (21, 22), expected), Finished(0, "length")]
+
+    run(body)
+
+
+def test_logprobs_beyond_one_packet_are_split(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with pair(tmp_path) as both:
+            generation = await both.together(both.worker.submit(request(1, top_logprobs=20, max_tokens=3000)))
+            (key,) = both.engine.sequences
+            ids = tuple(range(3, 903)) * 3
+            records = tuple(
+                ((token, -float(n)), *(((token + n) % 1000, 0.5) for _ in range(20))) for n, token in enumerate(ids)
+            )
+            both.engine.emit(key, ids, records, finish="length")
+            await both.until(lambda: both.worker.free_segments == 8)
+            events = await rest(generation)
+            tokens = [event for event in events if isinstance(event, Tokens)]
+            assert tuple(token for event in tokens for token in event.ids) == ids
+            logprobs = [record for event in tokens for record in event.logprobs]
+            assert [record.logprob for record in logprobs] == [-float(n) for n in range(len(ids))]
+            assert logprobs[100].top == ((203, 0.5),) * 20
+
+    run(body)
+
+
+def test_a_slow_reader_gets_everything_in_bounded_pieces(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with pair(tmp_path) as both:
+            generation = await both.together(both.worker.submit(request(1, max_tokens=3000)))
+            (key,) = both.engine.sequences
+            for start in range(0, 1200, 100):
+                both.engine.emit(key, tuple((start + n) % 1000 for n in range(100)))
+                both.engine.turn()
+            both.engine.emit(key, (), finish="length")
+            await both.until(lambda: both.worker.free_segments == 8)
+            events = await rest(generation)
+            assert [len(event.ids) for event in events[:-1]] == [512, 512, 176]
+            assert [token for event in events[:-1] for token in event.ids] == [n % 1000 for n in range(1200)]
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [
+        ("overloaded", OverloadedError),
+        ("draining", NotReadyError),
+        ("too_long", ContextLengthError),
+        ("stale", NotReadyError),
+        ("invalid", BadRequestError),
+    ],
+)
+def test_refusals_are_typed_and_free_their_segments(tmp_path: Path, kind: str, error: type[Exception]) -> None:
+    async def body() -> None:
+        async with pair(tmp_path) as both:
+            both.engine.refuse = (kind, "the reason", 3.5)
+            with pytest.raises(error, match="the reason") as caught:
+                await both.together(both.worker.submit(request(1, choices=2)))
+            if kind == "overloaded":
+                assert caught.value.retry_after_s == 3.5
+            assert both.worker.free_segments == 8
+            assert both.engine.gateway.live_keys == frozenset()
+            both.engine.refuse = None
+            await both.together(both.worker.submit(request(1)))
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "error", "match"),
+    [
+        ((1000,), {}, BadRequestError, "token id 1000 is outside the vocabulary of 1000"),
+        ((-1,), {}, BadRequestError, "token id -1 is outside"),
+        ((1,), {"max_tokens": 0}, BadRequestError, "max_tokens is 0; it must be at least 1"),
+        ((1, 2), {"max_tokens": 4095}, ContextLengthError, "2 prompt ids and max_tokens 4095 pass the context of 4096"),
+        ((1,), {"top_logprobs": 21}, BadRequestError, "top_logprobs is 21; at most 20"),
+        ((1,), {"min_tokens": 1, "stop_token_ids": tuple(range(10, 18))}, BadRequestError, "9 stop ids; at most 8"),
+        ((1,), {"logit_bias": ((1000, 1.0),)}, BadRequestError, "token id 1000"),
+        ((1,), {"logit_bias": tuple((n, 1.5) for n in range(20_000))}, BadRequestError, "passes the bound of 163840"),
+    ],
+)
+def test_what_the_model_cannot_do_is_refused_by_name(
+    tmp_path: Path, prompt: tuple[int, ...], sampling: dict, error: type[Exception], match: str
+) -> None:
+    async def body() -> None:
+        async with pair(tmp_path) as both:
+            with pytest.raises(error, match=match):
+                await both.together(both.worker.submit(request(*prompt, **sampling)))
+            assert both.worker.free_segments == 8
+            assert both.engine.sequences == {}
+
+    run(body)
+
+
+def test_exhausted_segments_are_overload(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with pair(tmp_path, count=2) as both:
+            await both.together(both.worker.submit(request(1, choices=2)))
+            with pytest.raises(OverloadedError, match="1 segments wanted, 0 of 2 free") as caught:
+                await both.worker.submit(request(1))
+            assert caught.value.retry_after_s == 1.0
+
+    run(body)
+
+
+def test_cancel_holds_the_segment_until_the_engine_has_finished(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with pair(tmp_path) as both:
+            generation = await both.together(both.worker.submit(request(1, choices=2)))
+            first, second = both.engine.sequences
+            both.engine.emit(first, (50,))
+            generation.cancel(0)
+            generation.cancel(0)
+            await asyncio.sleep(0.01)
+            assert both.worker.free_segments == 6
+            await both.until(lambda: both.worker.free_segments == 7)
+            assert both.engine.cancelled == [first]
+            assert await anext(generation) == Finished(0, "cancelled")
+            both.engine.emit(second, (60,), finish="length")
+            await both.until(lambda: both.worker.free_segments == 8)
+            assert await rest(generation) == [Tokens(1, (60,)), Finished(1, "length")]
+            generation.cancel()
+            await asyncio.sleep(0.01)
+            both.engine.turn()
+            assert both.engine.cancelled == [first]
+
+    run(body)
+
+
+def test_a_client_that_leaves_before_admission_cancels(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with pair(tmp_path) as both:
+            task = asyncio.ensure_future(both.worker.submit(request(1)))
+            await asyncio.sleep(0.01)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert both.worker.free_segments == 7
+            await both.until(lambda: both.worker.free_segments == 8)
+            assert len(both.engine.cancelled) == 1
+
+    run(body)
+
+
+def test_starting_then_ready_then_draining(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with pair(tmp_path, connect=False) as both:
+            await asyncio.sleep(0.01)
+            assert both.worker.status().state == "starting"
+            assert "no engine at" in both.worker.status().reason
+            with pytest.raises(NotReadyError, match="the engine is starting"):
+                await both.worker.submit(request(1))
+            gateway = EngineGateway(both.path, both.segments, 4, both.clock.seconds)
+            gateway.announce("restoring weights")
+            for _ in range(50):
+                await asyncio.sleep(0.001)
+                gateway.announce("restoring weights")
+            assert both.worker.status().reason == "restoring weights"
+            both.clock.ns += 60_000_000_000
+            await asyncio.sleep(0.01)
+            assert both.worker.status().state == "starting"
+            gateway.close(flush_s=0.0)
+            both.engine = EngineLoop(both.path, both.segments, epoch=5, clock=both.clock.seconds)
+            await both.until(lambda: both.worker.status().state == "ready")
+            both.engine.report("draining", "shutting down")
+            await both.until(lambda: both.worker.status().state == "draining")
+            with pytest.raises(NotReadyError, match="the engine is draining: shutting down"):
+                await both.worker.submit(request(1))
+
+    run(body)
+
+
+def test_status_carries_the_engines_counts(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with pair(tmp_path) as both:
+            both.engine.report("ready", "", running=3, waiting=2, free_pages=4)
+            both.clock.ns += 1_000_000_000
+            await both.until(lambda: both.worker.status().running == 3)
+            status = both.worker.status()
+            assert (status.waiting, status.free_pages, status.total_pages) == (2, 4, 10)
+            assert status.last_step_age_s == 1.0
+
+    run(body)
+
+
+def test_lost_engine_ends_everything_with_a_typed_error_and_a_new_one_is_welcome(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with pair(tmp_path) as both:
+            generation = await both.together(both.worker.submit(request(1, choices=2)))
+            waiting = asyncio.ensure_future(both.worker.submit(request(2)))
+            await asyncio.sleep(0.005)
+            engine, both.engine = both.engine, None
+            engine.gateway.close(flush_s=0.0)
+            events = await rest(generation)
+            assert [event.reason for event in events] == ["error", "error"]
+            assert "engine lost: " in events[0].error
+            with pytest.raises(NotReadyError, match="engine lost"):
+                await waiting
+            assert both.worker.status().state == "lost"
+            with pytest.raises(NotReadyError, match="the engine is lost"):
+                await both.worker.submit(request(1))
+            assert both.worker.free_segments == 5
+            both.engine = EngineLoop(both.path, both.segments, epoch=2, clock=both.clock.seconds)
+            await both.until(lambda: both.worker.status().state == "ready")
+            assert both.worker.free_segments == 8
+            await both.together(both.worker.submit(request(3)))
+
+    run(body)
+
+
+def test_a_silent_engine_counts_as_lost(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with pair(tmp_path, lost_after_s=5.0) as both:
+            generation = await both.together(both.worker.submit(request(1)))
+            both.engine.turn()
+            await asyncio.sleep(0.01)
+            both.clock.ns += 6_000_000_000
+            events = await rest(generation)
+            assert events == [
+                Finished(
+                    0, "error",
+                    error="engine lost: no sign of life for 6.0 s, the bound is 5 s; send the request again",
+                )
+            ]  # fmt: skip
+            await both.until(lambda: both.worker.status().state == "ready")
+            assert both.worker.free_segments == 8
+
+    run(body)
+
+
+def test_giving_up_ends_choices_at_once_and_frees_segments_when_the_engine_says_so(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with pair(tmp_path) as both:
+            generation = await both.together(both.worker.submit(request(1)))
+            both.worker.drain("shutting down")
+            assert both.worker.status().state == "draining"
+            both.worker.give_up("too late")
+            assert await rest(generation) == [Finished(0, "cancelled", error="too late")]
+            assert (both.worker.outstanding, both.worker.free_segments) == (0, 7)
+            await both.until(lambda: both.worker.free_segments == 8)
+
+    run(body)
+
+
+def test_deadlines_are_absolute_on_the_shared_clock(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with pair(tmp_path, request_timeout_s=30.0) as both:
+            await both.together(both.worker.submit(request(1)))
+            (sequence,) = both.engine.sequences.values()
+            assert sequence.deadline_s == both.clock.seconds() + 30.0
+
+    run(body)
+
+
+WORKER = """
+import asyncio, os, sys
+from pathlib import Path
+from api.ports import GenerationRequest, SamplingParams
+from appliance.gateway_worker import LinkSettings, WorkerGateway
+from appliance.host.segments import SegmentFile, SegmentRange
+
+async def main():
+    segments = SegmentFile.attach(Path(sys.argv[2]), 4, 528384)
+    link = LinkSettings(worker=1, pid=os.getpid(), socket=Path(sys.argv[1]), owned=SegmentRange(2, 2))
+    gateway = WorkerGateway(link, segments)
+    gateway.start()
+    while gateway.status().state != "ready":
+        await asyncio.sleep(0.005)
+    params = SamplingParams(max_tokens=5)
+    request = GenerationRequest(request_id="r", model="m", tenant="t", prompt_ids=[1], sampling=params, num_choices=2)
+    await gateway.submit(request)
+    print("submitted", flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+def test_killed_worker_frees_its_sequences_and_its_successor_waits_for_that(tmp_path: Path) -> None:
+    path = tmp_path / "engine.sock"
+    with SegmentFile.create("kill", 4, STRIDE, tmp_path) as segments:
+        engine = EngineLoop(path, segments)
+        arguments = [sys.executable, "-c", WORKER, str(path), str(segments.path)]
+        with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as process:
+            while len(engine.sequences) < 2:
+                engine.turn()
+            assert process.stdout is not None
+            assert process.stdout.readline() == "submitted\n"
+            assert set(engine.sequences) == {2, 3}
+            held = dict(engine.sequences)
+            process.kill()
+            process.wait()
+        messages = engine.gateway.receive(0.1) or engine.gateway.receive(0.1)
+        assert [message.keys for message in messages] == [(2, 3)]
+        successor = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        successor.settimeout(2.0)
+        successor.connect(str(path))
+        successor.send(wire.encode(wire.Attach(1, os.getpid(), 2, 2)))
+        engine.turn()
+        engine.turn()
+        successor.setblocking(False)
+        seen = _messages(successor)
+        assert not any(isinstance(message, wire.Welcome) for message in seen)
+        engine.emit(2, (40,))
+        assert segments.completion_len(2) == 0
+        for key in (2, 3):
+            engine.sequences[key] = held[key]
+            engine.emit(key, (), finish="cancelled")
+        assert any(isinstance(message, wire.Welcome) for message in _messages(successor))
+        assert engine.gateway.live_keys == frozenset()
+        successor.close()
+        engine.gateway.close(flush_s=0.0)
+
+
+def _messages(peer: socket.socket) -> list[object]:
+    messages: list[object] = []
+    while True:
+        try:
+            packet = peer.recv(wire.MAX_PACKET_BYTES)
+        except BlockingIOError:
+            return messages
+        if not packet:
+            return [*messages, None]
+        messages.append(wire.decode_to_worker(packet))
+
+
+def _attached(engine: EngineLoop, path: Path, first: int = 0, count: int = 2) -> socket.socket:
+    peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    peer.connect(str(path))
+    peer.setblocking(False)
+    peer.send(wire.encode(wire.Attach(0, os.getpid(), first, count)))
+    for _ in range(3):
+        engine.turn()
+    return peer
+
+
+def _submit(*segments: int, epoch: int = 1) -> bytes:
+    sampling = wire.WireSampling(9, 0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, (), 1, 0, False, (), -1)
+    return wire.encode(wire.Submit(segments, epoch, 1, "r", "t", sampling, 0, 0, ""))
+
+
+def _bad_packets() -> dict[str, bytes]:
+    return {
+        "garbage": b"\xff\xffgarbage",
+        "foreign segment": _submit(3),
+        "no segment": _submit(),
+        "twice the same": _submit(1, 1),
+        "second attach": wire.encode(wire.Attach(0, 1, 0, 2)),
+    }
+
+
+@pytest.mark.parametrize("case", _bad_packets())
+def test_a_worker_that_breaks_the_protocol_is_cut_off_and_the_engine_goes_on(tmp_path: Path, case: str) -> None:
+    path = tmp_path / "engine.sock"
+    with SegmentFile.create("bad", 4, STRIDE, tmp_path) as segments:
+        segments.write_prompt(3, [1], 0, 0)
+        segments.write_prompt(1, [1], 0, 0)
+        engine = EngineLoop(path, segments)
+        peer = _attached(engine, path)
+        assert isinstance(_messages(peer)[0], wire.Welcome)
+        peer.send(_bad_packets()[case])
+        engine.turn()
+        assert _messages(peer)[-1] is None
+        assert engine.gateway.live_keys == frozenset()
+        fresh = _attached(engine, path)
+        assert isinstance(_messages(fresh)[0], wire.Welcome)
+        peer.close()
+        fresh.close()
+        engine.gateway.close(flush_s=0.0)
+
+
+@pytest.mark.parametrize(("first", "count"), [(-1, 2), (0, 0), (3, 2), (0, 5)])
+def test_attach_outside_the_file_is_cut_off(tmp_path: Path, first: int, count: int) -> None:
+    path = tmp_path / "engine.sock"
+    with SegmentFile.create("range", 4, STRIDE, tmp_path) as segments:
+        engine = EngineLoop(path, segments)
+        peer = _attached(engine, path, first, count)
+        assert _messages(peer) == [None]
+        peer.close()
+        engine.gateway.close(flush_s=0.0)
+
+
+def test_a_stale_epoch_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "engine.sock"
+    with SegmentFile.create("stale", 4, STRIDE, tmp_path) as segments:
+        segments.write_prompt(0, [1], 0, 0)
+        engine = EngineLoop(path, segments, epoch=7)
+        peer = _attached(engine, path)
+        _messages(peer)
+        peer.send(_submit(0, epoch=6))
+        engine.turn()
+        assert _messages(peer) == [wire.Refused(0, "stale", "epoch 6 is over, now is 7", 0.0)]
+        peer.close()
+        engine.gateway.close(flush_s=0.0)
+
+
+def test_a_worker_that_does_not_read_never_blocks_the_engine(tmp_path: Path) -> None:
+    path = tmp_path / "engine.sock"
+    with SegmentFile.create("slow", 4, STRIDE, tmp_path) as segments:
+        segments.write_prompt(0, [1], 0, 0)
+        segments.write_prompt(1, [1], 0, 0)
+        engine = EngineLoop(path, segments)
+        peer = _attached(engine, path)
+        peer.send(_submit(0))
+        peer.send(_submit(1))
+        engine.turn()
+        for step in range(3000):
+            engine.emit(0, (step % 1000,))
+            engine.emit(1, (step % 1000,))
+        engine.emit(0, (), finish="length")
+        packets = 0
+        ends: list[object] = []
+        lengths: list[int] = []
+        while not ends:
+            seen = _messages(peer)
+            packets += len(seen)
+            ends += [message for message in seen if isinstance(message, wire.Finish)]
+            lengths += [
+                i.completion_len for m in seen if isinstance(m, wire.Advance) for i in m.items if i.segment == 0
+            ]
+            engine.turn()
+        assert ends[0].completion_len == 3000
+        assert lengths == sorted(lengths)
+        assert packets < 3000
+        assert segments.completion_len(1) == 3000
+        peer.close()
+        engine.gateway.close(flush_s=0.0)
+
+
+def test_unread_logprobs_are_bounded(tmp_path: Path) -> None:
+    path = tmp_path / "engine.sock"
+    with SegmentFile.create("bound", 4, STRIDE, tmp_path) as segments:
+        segments.write_prompt(0, [1], 0, 0)
+        engine = EngineLoop(path, segments)
+        peer = _attached(engine, path)
+        sampling = wire.WireSampling(4000, 0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, (), 1, 0, False, (), 20)
+        peer.send(wire.encode(wire.Submit((0,), 1, 1, "r", "t", sampling, 0, 0, "")))
+        engine.turn()
+        record = tuple((n, -1.0) for n in range(21))
+        block = (tuple([5] * 1000), tuple([record] * 1000))
+        for _ in range(60):
+            if 0 not in engine.sequences:
+                break
+            engine.emit(0, *block)
+            engine.turn()
+        assert engine.cancelled == [0]
+        peer.close()
+        engine.gateway.close(flush_s=0.0)
+
+
+def test_a_socket_path_that_is_too_long_is_named(tmp_path: Path) -> None:
+    with (
+        SegmentFile.create("long", 1, STRIDE, tmp_path) as segments,
+        pytest.raises(GatewayError, match=r"at most 107\).*choose another paths.run"),
+    ):
+        EngineGateway(tmp_path / ("x" * 120), segments, 1)
+
+
+def test_the_socket_is_private(tmp_path: Path) -> None:
+    with SegmentFile.create("mode", 1, STRIDE, tmp_path) as segments:
+        engine = EngineLoop(tmp_path / "engine.sock", segments)
+        assert (tmp_path / "engine.sock").stat().st_mode & 0o777 == 0o600
+        engine.gateway.close()
+        assert not (tmp_path / "engine.sock").exists()
