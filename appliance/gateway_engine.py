@@ -405,7 +405,7 @@ class EngineGateway:
         """Close a worker's connection and cancel all that it was running. Idempotent."""
         if peer.socket.fileno() < 0:
             return
-        _log.info("worker connection ended", worker=peer.worker, pid=peer.pid, cause=cause)
+        _log.info("worker connection ended", worker=peer.worker, worker_pid=peer.pid, cause=cause)
         self._selector.unregister(peer.socket)
         peer.socket.close()
         self._peers.remove(peer)

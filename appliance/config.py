@@ -1,0 +1,336 @@
+"""ApplianceConfig: everything an operator can choose, read once from one YAML file and the environment.
+
+Owns the sections, their defaults, the file's syntax and the names of the environment variables; it is the only module
+that reads the environment. Every rule is checked before anything starts (``appliance.config_rules``). Never imports
+jax.
+"""
+
+import os
+from collections.abc import Hashable, Mapping
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+import yaml
+from msgspec import Meta, Struct, field
+
+from appliance.config_rules import ConfigError, rule_problems, shape_problems
+
+SYSTEM_CONFIG = Path("/etc/zccp/config.yaml")
+
+
+def _text(description: str) -> Meta:
+    return Meta(description=description)
+
+
+def _number(low: float, high: float, description: str) -> Meta:
+    return Meta(ge=low, le=high, description=description)
+
+
+class ServerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The HTTP side."""
+
+    host: Annotated[str, _text("Address to listen on. Anything but loopback needs an API key.")] = "127.0.0.1"
+    port: Annotated[int, _number(0, 65535, "TCP port; 0 takes a free one.")] = 8000
+    http2: Annotated[bool, _text("Offer HTTP/2 without TLS beside HTTP/1.1, where the HTTP server can.")] = False
+    max_connections: Annotated[int, _number(1, 65536, "Open connections of the node.")] = 1024
+    workers: Annotated[int, _number(1, 64, "API worker processes.")] = 1
+    max_body_mb: Annotated[float, _number(0.001, 1024, "Largest request body, MiB; a larger one gets 413.")] = 16.0
+    keepalive_s: Annotated[float, _number(0.05, 600, "Pause in a stream after which a keep-alive is sent, s.")] = 15.0
+    write_timeout_s: Annotated[float, _number(0.1, 3600, "Time a client may leave a stream unread, s.")] = 60.0
+    drain_s: Annotated[float, _number(0, 3600, "Time that running requests get after SIGTERM, s.")] = 30.0
+    cors_origins: Annotated[tuple[str, ...], _text("Origins that browsers may call from; empty = none.")] = ()
+    request_timeout_s: Annotated[float, _number(0, 86400, "Longest a request may take, s; 0 = no bound.")] = 0.0
+
+
+class GpuConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The device; without a GPU only ``paged_attention_page_size`` has an effect."""
+
+    device_id: Annotated[int, _number(0, 63, "Index of the GPU.")] = 0
+    memory_limit_mb: Annotated[int, _number(256, 4_194_304, "Most device memory, MiB.")] | None = None
+    paged_attention_page_size: Annotated[int, _number(64, 2048, "Page size in bytes of ids, 4 a token.")] | None = None
+
+
+class CacheConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Reuse across requests. Accepted and checked; not yet active in this version."""
+
+    redis_url: Annotated[str, _text("Redis of the fingerprint index; empty = none. Not yet active.")] = ""
+    csf_minhash_hashes: Annotated[Literal[128, 256], _text("Hash values of a fingerprint. Not yet active.")] = 128
+    warmup_enabled: Annotated[bool, _text("Publish the start of a new prompt early. Not yet active.")] = False
+    csf_mask_patterns: Annotated[
+        tuple[str, ...], _text("Names of volatile fields, masked before hashing. Not yet active.")
+    ] = ()
+
+
+class SharedMemoryConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Context segments, through which token ids pass between processes."""
+
+    segment_count: Annotated[int, _number(8, 65536, "Segments of the node; one a running or waiting choice.")] = 128
+    segment_size_kb: Annotated[int, _number(1, 1_048_576, "KiB a segment; a multiple of 4, at least 516.")] = 1024
+    cleanup_interval_ms: Annotated[
+        int, _number(1000, 86_400_000, "Interval of the sweep for segments of dead instances, ms.")
+    ] = 30_000
+
+
+class ModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The served model."""
+
+    reference: Annotated[
+        str, _text("Catalogue name, path of a GGUF file or Hugging Face directory, or hf:org/name.")
+    ] = "smollm2-135m"
+    name: Annotated[str, _text("Name in the API; empty = the name in the model store.")] = ""
+    aliases: Annotated[dict[str, str], _text("Further names in the API, each with its model.")] = field(
+        default_factory=dict
+    )
+
+
+class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The plan of the engine; an empty value means: derived from the model and the device."""
+
+    target: Annotated[str, _text("What programs are compiled for; empty = this host's CPU.")] = ""
+    context: Annotated[int, _number(64, 131_072, "Prompt and completion ids together.")] | None = None
+    slots: Annotated[int, _number(1, 512, "Sequences that decode at the same time.")] | None = None
+    prefill_chunk: Annotated[int, _number(16, 16_384, "Most prompt ids of one step; a multiple of 16.")] | None = None
+    prefill_rows: Annotated[int, _number(1, 64, "Most prompts that share one step.")] | None = None
+    page_size: Annotated[int, _number(16, 512, "Tokens a page of keys and values; a power of two.")] | None = None
+    kv_format: (
+        Annotated[Literal["float32", "bf16", "int8", "bmq4", "bmq2"], _text("Format of keys and values.")] | None
+    ) = None
+    weight_form: Annotated[Literal["float32", "bf16", "int8"], _text("Format of weights.")] | None = None
+    kv_memory_mb: Annotated[int, _number(1, 4_194_304, "Memory for keys and values, MiB.")] | None = None
+    max_waiting: Annotated[int, _number(1, 65_536, "Sequences that may wait; more get 429.")] = 256
+    max_waiting_tokens: Annotated[int, _number(64, 1 << 31, "Prompt ids that may wait; more get 429.")] = 524_288
+
+
+class AuthConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """API keys."""
+
+    keys_file: Annotated[str, _text("File of hashed keys; empty = keys.json in paths.home.")] = ""
+    allow_unauthenticated_non_loopback: Annotated[
+        bool, _text("Serve other machines without any key. Say so only behind something that checks.")
+    ] = False
+
+
+class LogConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The log on standard error."""
+
+    level: Annotated[Literal["debug", "info", "warning", "error"], _text("Least level that is written.")] = "info"
+    log_prompts: Annotated[bool, _text("Reserved: prompts are never logged; only false is accepted.")] = False
+
+
+class PathsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the appliance keeps things."""
+
+    home: Annotated[str, _text("State: models, programs, keys. Empty = ZCCP_HOME, else the user's data folder.")] = ""
+    run: Annotated[str, _text("Sockets and metrics. Empty = ZCCP_RUN, else the user's run-time folder.")] = ""
+
+
+class ApplianceConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The whole configuration; after ``load`` every path is absolute and every rule holds."""
+
+    server: ServerConfig = ServerConfig()
+    gpu: GpuConfig = GpuConfig()
+    cache: CacheConfig = CacheConfig()
+    shared_memory: SharedMemoryConfig = SharedMemoryConfig()
+    model: ModelConfig = ModelConfig()
+    engine: EngineConfig = EngineConfig()
+    auth: AuthConfig = AuthConfig()
+    log: LogConfig = LogConfig()
+    paths: PathsConfig = PathsConfig()
+
+    @property
+    def home(self) -> Path:
+        """The state directory."""
+        return Path(self.paths.home)
+
+    @property
+    def run(self) -> Path:
+        """The directory under which each run makes its own."""
+        return Path(self.paths.run)
+
+    @property
+    def keys_file(self) -> Path:
+        """The file of hashed keys."""
+        return Path(self.auth.keys_file)
+
+    @property
+    def page_size(self) -> int | None:
+        """Tokens a page, whichever way it was given; None = derived."""
+        if self.gpu.paged_attention_page_size is not None:
+            return self.gpu.paged_attention_page_size // 4
+        return self.engine.page_size
+
+
+ENVIRONMENT: Mapping[str, str] = {
+    "ZCCP_CONFIG": "Path of the configuration file, where --config is not given.",
+    "ZCCP_HOME": "State directory, where paths.home is not given.",
+    "ZCCP_RUN": "Run-time directory, where paths.run is not given.",
+    "ZCCP_API_KEY": "Key that `zccp chat` sends, where --key-file is not given.",
+}
+"""The environment variables that the appliance reads for itself, with their meaning."""
+
+
+def load(path: Path | None = None, overrides: Mapping[str, Mapping[str, object]] | None = None) -> ApplianceConfig:
+    """Read, complete and check the configuration.
+
+    Args:
+        path: the file; None = ``ZCCP_CONFIG``, else the system's file where it exists, else defaults.
+        overrides: section -> key -> value, from the command line; they win over the file.
+
+    Raises:
+        ConfigError: the file cannot be read, or any rule is broken; every broken rule is named.
+    """
+    given = path or _environment_path("ZCCP_CONFIG")
+    if given is None and SYSTEM_CONFIG.is_file():
+        given = SYSTEM_CONFIG
+    data = parse(given) if given is not None else {}
+    return build(data, overrides or {})
+
+
+def parse(path: Path) -> dict[str, object]:
+    """The mapping in a YAML file; an empty file is an empty mapping.
+
+    Raises:
+        ConfigError: it cannot be read, is no YAML mapping, or names a key twice.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([f"{path}: {getattr(error, 'strerror', None) or error}"]) from error
+    try:
+        data = yaml.load(text, Loader=_UniqueKeyLoader)  # noqa: S506 - a SafeLoader that refuses duplicates
+    except yaml.YAMLError as error:
+        raise ConfigError([f"{path}: {_yaml_problem(error)}"]) from None
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise ConfigError([f"{path} holds a {type(data).__name__}; it must be a mapping of sections"])
+    return data
+
+
+def build(data: Mapping[str, object], overrides: Mapping[str, Mapping[str, object]]) -> ApplianceConfig:
+    """A checked configuration from parsed data.
+
+    Raises:
+        ConfigError: with every broken rule.
+    """
+    merged: dict[str, object] = dict(data)
+    for section, values in overrides.items():
+        present = merged.get(section)
+        merged[section] = {**(present if isinstance(present, dict) else {}), **values}
+    problems = shape_problems(merged, ApplianceConfig)
+    if problems:
+        raise ConfigError(problems)
+    merged = {section: values for section, values in merged.items() if values is not None}
+    try:
+        config = msgspec.convert(merged, ApplianceConfig, strict=True)
+    except msgspec.ValidationError as error:
+        raise ConfigError([str(error)]) from error
+    config = _with_paths(config)
+    problems = rule_problems(config)
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def notify_address() -> str | None:
+    """The service manager's notification socket (``NOTIFY_SOCKET``), None without one."""
+    return os.environ.get("NOTIFY_SOCKET") or None  # noqa: TID251
+
+
+def watchdog_interval_s() -> float | None:
+    """Seconds within which the service manager expects a sign of life (``WATCHDOG_USEC``), None without one."""
+    value = os.environ.get("WATCHDOG_USEC", "")  # noqa: TID251
+    return int(value) / 1e6 if value.isdigit() and int(value) > 0 else None
+
+
+def client_key() -> str | None:
+    """The key that a client on this machine should send (``ZCCP_API_KEY``)."""
+    return os.environ.get("ZCCP_API_KEY") or None  # noqa: TID251
+
+
+def worker_environment(metrics: Path) -> dict[str, str]:
+    """The environment of an API worker; ``metrics`` is where all processes of the node write their counters."""
+    return {
+        **_inherited(),
+        "PROMETHEUS_MULTIPROC_DIR": str(metrics),
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def engine_environment(config: ApplianceConfig, metrics: Path) -> dict[str, str]:
+    """The environment of the engine process.
+
+    Device memory is given out by the page pool, so XLA's own preallocation follows ``gpu.memory_limit_mb`` only.
+    """
+    environment = {
+        **_inherited(),
+        "PROMETHEUS_MULTIPROC_DIR": str(metrics),
+        "PYTHONUNBUFFERED": "1",
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    }
+    if not config.engine.target or config.engine.target.startswith("cpu"):
+        environment["JAX_PLATFORMS"] = "cpu"
+    environment.setdefault("CUDA_VISIBLE_DEVICES", str(config.gpu.device_id))
+    environment.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    return environment
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """A safe loader that refuses a key given twice, which YAML would silently resolve to the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
+        """One mapping.
+
+        Raises:
+            yaml.YAMLError: a key appears twice.
+        """
+        seen: dict[object, int] = {}
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            line = key_node.start_mark.line + 1
+            if isinstance(key, Hashable) and key in seen:
+                raise yaml.YAMLError(f"key {key!r} on line {line} was already given on line {seen[key]}")
+            seen[key] = line
+        return super().construct_mapping(node, deep)
+
+
+def _yaml_problem(error: yaml.YAMLError) -> str:
+    """What is wrong and where, without quoting the file, which may hold secrets."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"line {error.problem_mark.line + 1}: {error.problem or error.context or 'not YAML'}"
+    return str(error)
+
+
+def _inherited() -> dict[str, str]:
+    """The parent's environment without what is meant for the parent or for a client alone."""
+    own = {"NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "ZCCP_API_KEY"}
+    return {name: value for name, value in os.environ.items() if name not in own}  # noqa: TID251
+
+
+def _environment_path(name: str) -> Path | None:
+    value = os.environ.get(name)  # noqa: TID251
+    return Path(value).expanduser() if value else None
+
+
+def _with_paths(config: ApplianceConfig) -> ApplianceConfig:
+    home = Path(config.paths.home).expanduser() if config.paths.home else _default_home()
+    run = Path(config.paths.run).expanduser() if config.paths.run else _default_run(home)
+    keys = Path(config.auth.keys_file).expanduser() if config.auth.keys_file else home / "keys.json"
+    return msgspec.structs.replace(
+        config,
+        paths=PathsConfig(home=str(home.absolute()), run=str(run.absolute())),
+        auth=msgspec.structs.replace(config.auth, keys_file=str(keys.absolute())),
+    )
+
+
+def _default_home() -> Path:
+    data = _environment_path("XDG_DATA_HOME") or Path("~/.local/share").expanduser()
+    return _environment_path("ZCCP_HOME") or data / "zccp"
+
+
+def _default_run(home: Path) -> Path:
+    runtime = _environment_path("XDG_RUNTIME_DIR")
+    return _environment_path("ZCCP_RUN") or (runtime / "zccp" if runtime is not None else home / "run")

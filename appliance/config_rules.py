@@ -1,0 +1,267 @@
+"""The rules of the configuration: what may stand where, which values go together, and what the host must offer.
+
+Owns the checks and their messages; each names the key, its value, the rule and what to do. Reads parsed data, a
+finished configuration, or the host's figures; never the environment and never a file.
+"""
+
+import difflib
+import ipaddress
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import msgspec
+from msgspec import Struct, inspect
+
+from appliance.host.segments import MIN_STRIDE_BYTES, SHARED_MEMORY
+
+if TYPE_CHECKING:
+    from appliance.config import ApplianceConfig
+
+MAX_CHOICES = 8
+"""Most choices of one request, each of which needs a segment of one worker."""
+
+
+class ConfigError(ValueError):
+    """The configuration breaks rules; ``problems`` has one sentence for each."""
+
+    def __init__(self, problems: list[str]) -> None:
+        """Join the problems, one a line."""
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+def shape_problems(data: Mapping[str, object], wanted: type[Struct]) -> list[str]:
+    """What is wrong with the names, types and ranges of parsed data, with the path of each."""
+    info = inspect.type_info(wanted)
+    return list(_check_value(data, info, ""))
+
+
+def rule_problems(config: "ApplianceConfig") -> list[str]:
+    """Which rules between values are broken, and single values whose rule is more than a range."""
+    return [problem for rule in _RULES if (problem := rule(config)) is not None]
+
+
+def host_problems(
+    config: "ApplianceConfig", *, keys_present: bool, free_bytes: Callable[[Path], int] | None = None
+) -> list[str]:
+    """What this host does not offer or must not do with this configuration.
+
+    Args:
+        config: a checked configuration.
+        keys_present: whether a file of keys exists.
+        free_bytes: free space of a file system; the default asks the system.
+    """
+    problems: list[str] = []
+    memory = config.shared_memory
+    wanted = memory.segment_count * memory.segment_size_kb * 1024
+    free = (free_bytes or _free_bytes)(SHARED_MEMORY)
+    if wanted > free:
+        problems.append(
+            f"shared_memory: {memory.segment_count} segments of {memory.segment_size_kb} KiB need {wanted >> 20} MiB"
+            f" and {SHARED_MEMORY} has {free >> 20} MiB free; lower segment_count or enlarge the file system"
+        )
+    if not keys_present and not is_loopback(config.server.host) and not config.auth.allow_unauthenticated_non_loopback:
+        problems.append(
+            f"server.host {config.server.host} is reachable from other machines and there is no API key in"
+            f" {config.keys_file}; make one with `zccp keys add`, listen on 127.0.0.1, or set"
+            " auth.allow_unauthenticated_non_loopback: true"
+        )
+    return problems
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address or the name localhost can be reached from this machine only."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _free_bytes(path: Path) -> int:
+    figures = os.statvfs(path)
+    return figures.f_bavail * figures.f_frsize
+
+
+def _check_value(value: object, info: inspect.Type, path: str) -> list[str]:
+    match info:
+        case inspect.Metadata(type=inner):
+            return _check_value(value, inner, path)
+        case inspect.UnionType(types=types):
+            inner = next(kind for kind in types if not isinstance(kind, inspect.NoneType))
+            return [] if value is None else _check_value(value, inner, path)
+        case inspect.StructType():
+            return _check_struct(value, info, path)
+        case inspect.VarTupleType() | inspect.DictType():
+            return _check_collection(value, info, path)
+        case _:
+            problem = _scalar_problem(value, info, path)
+            return [] if problem is None else [problem]
+
+
+def _check_collection(value: object, info: "inspect.VarTupleType | inspect.DictType", path: str) -> list[str]:
+    if isinstance(info, inspect.DictType):
+        if not isinstance(value, Mapping):
+            return [_wrong_type(path, value, "a mapping")]
+        return [p for key, item in value.items() for p in _check_value(item, info.value_type, f"{path}.{key}")]
+    if not isinstance(value, list | tuple):
+        return [_wrong_type(path, value, "a list")]
+    return [p for place, item in enumerate(value) for p in _check_value(item, info.item_type, f"{path}[{place}]")]
+
+
+def _scalar_problem(value: object, info: inspect.Type, path: str) -> str | None:
+    match info:
+        case inspect.IntType() | inspect.FloatType():
+            return _number_problem(value, info, path)
+        case inspect.LiteralType(values=values):
+            right = any(value == choice and type(value) is type(choice) for choice in values)
+            return None if right else f"{path} is {value!r}; it must be one of {', '.join(map(str, values))}"
+        case inspect.BoolType():
+            return None if isinstance(value, bool) else _wrong_type(path, value, "true or false")
+        case _:
+            return None if isinstance(value, str) else _wrong_type(path, value, "text")
+
+
+def _check_struct(value: object, info: inspect.StructType, path: str) -> list[str]:
+    if value is None and path:
+        return []  # a section whose keys are all commented out
+    if not isinstance(value, Mapping):
+        return [_wrong_type(path, value, "a mapping of keys")]
+    fields = {field.encode_name: field.type for field in info.fields}
+    problems: list[str] = []
+    for key, item in value.items():
+        place = f"{path}.{key}" if path else str(key)
+        if key in fields:
+            problems += _check_value(item, fields[key], place)
+        else:
+            close = difflib.get_close_matches(str(key), fields, 1)
+            hint = f"did you mean {close[0]}?" if close else f"known keys: {', '.join(fields)}"
+            problems.append(f"{place} is not a key of the configuration; {hint}")
+    return problems
+
+
+def _number_problem(value: object, info: "inspect.IntType | inspect.FloatType", path: str) -> str | None:
+    whole = isinstance(info, inspect.IntType)
+    if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+        return _wrong_type(path, value, "a whole number" if whole else "a number")
+    low, high = info.ge, info.le
+    if (low is not None and not value >= low) or (high is not None and not value <= high):
+        return f"{path} is {value}; it must be between {low:g} and {high:g}"
+    return None
+
+
+def _wrong_type(path: str, value: object, wanted: str) -> str:
+    place = path or "the configuration"
+    return f"{place} is {value!r} ({type(value).__name__}); it must be {wanted}"
+
+
+def _segment_size(config: "ApplianceConfig") -> str | None:
+    size_kb = config.shared_memory.segment_size_kb
+    least_kb = MIN_STRIDE_BYTES // 1024
+    if size_kb % 4 or size_kb < least_kb:
+        return (
+            f"shared_memory.segment_size_kb is {size_kb}; it must be a multiple of 4 and at least {least_kb},"
+            " which holds the longest context of 131072 ids"
+        )
+    return None
+
+
+def _segments_per_worker(config: "ApplianceConfig") -> str | None:
+    count, workers = config.shared_memory.segment_count, config.server.workers
+    if count // workers < MAX_CHOICES:
+        return (
+            f"shared_memory.segment_count {count} leaves {count // workers} segments to each of server.workers"
+            f" {workers}; a request with {MAX_CHOICES} choices needs {MAX_CHOICES}: raise the one or lower the other"
+        )
+    return None
+
+
+def _page_size(config: "ApplianceConfig") -> str | None:
+    own, documented = config.engine.page_size, config.gpu.paged_attention_page_size
+    if documented is not None and documented % 4:
+        return f"gpu.paged_attention_page_size is {documented} bytes; it must be a multiple of 4, the bytes of one id"
+    if own is not None and documented is not None and own * 4 != documented:
+        return (
+            f"engine.page_size {own} and gpu.paged_attention_page_size {documented} bytes (= {documented // 4} tokens)"
+            " differ; give one of them"
+        )
+    size = config.page_size
+    if size is not None and size & (size - 1):
+        return f"engine.page_size is {size}; it must be a power of two between 16 and 512"
+    if size is not None and config.engine.kv_format in ("bmq4", "bmq2") and size % 128:
+        return f"engine.page_size is {size}; kv_format {config.engine.kv_format} needs a multiple of 128"
+    return None
+
+
+def _prefill_chunk(config: "ApplianceConfig") -> str | None:
+    chunk = config.engine.prefill_chunk
+    if chunk is not None and chunk % 16:
+        return f"engine.prefill_chunk is {chunk}; it must be a multiple of 16, the alignment of chunk starts"
+    return None
+
+
+def _log_prompts(config: "ApplianceConfig") -> str | None:
+    if config.log.log_prompts:
+        return "log.log_prompts is true; prompts are never logged, so only false is accepted"
+    return None
+
+
+def _redis_url(config: "ApplianceConfig") -> str | None:
+    url = config.cache.redis_url
+    try:
+        right = not url or urlsplit(url).scheme in ("redis", "rediss", "unix")
+    except ValueError:
+        right = False
+    return None if right else "cache.redis_url must begin with redis://, rediss:// or unix://"
+
+
+def _mask_patterns(config: "ApplianceConfig") -> str | None:
+    for place, pattern in enumerate(config.cache.csf_mask_patterns):
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            return f"cache.csf_mask_patterns[{place}] is {pattern!r}, no regular expression: {error}"
+    return None
+
+
+def _host(config: "ApplianceConfig") -> str | None:
+    host = config.server.host
+    if not host or any(character.isspace() or character in "/[]" for character in host):
+        return f"server.host is {host!r}; it must be an address or a host name, without scheme, port or brackets"
+    return None
+
+
+def _aliases(config: "ApplianceConfig") -> str | None:
+    for alias, target in config.model.aliases.items():
+        if not alias or alias == config.model.name:
+            return f"model.aliases names {alias!r}, which is empty or the model's own name; remove it"
+        if not target:
+            return f"model.aliases.{alias} is empty; it must name the served model"
+    return None
+
+
+def _origins(config: "ApplianceConfig") -> str | None:
+    for origin in config.server.cors_origins:
+        parts = urlsplit(origin)
+        if origin != "*" and (parts.scheme not in ("http", "https") or not parts.netloc or parts.path):
+            return f"server.cors_origins has {origin!r}; an origin is * or http(s)://host[:port] without a path"
+    return None
+
+
+_RULES: tuple[Callable[["ApplianceConfig"], str | None], ...] = (
+    _host, _origins, _segment_size, _segments_per_worker, _page_size, _prefill_chunk, _redis_url, _mask_patterns,
+    _aliases, _log_prompts,
+)  # fmt: skip
+
+
+def plain(config: "ApplianceConfig") -> dict[str, object]:
+    """The configuration as plain data with the password of the Redis URL hidden."""
+    data: dict[str, dict[str, object]] = msgspec.to_builtins(config)
+    url = str(data["cache"]["redis_url"])
+    data["cache"]["redis_url"] = re.sub(r"//([^/@]*)@", "//***@", url)
+    return dict(data)

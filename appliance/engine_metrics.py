@@ -1,0 +1,51 @@
+"""The engine's side of the metrics: counts launches, steps and the state of the moment.
+
+Implements ``appliance.engine_ports.EngineMetrics`` on ``appliance.telemetry.Metrics``. Runs within a step, so it
+touches only counters that were made before.
+"""
+
+from appliance.engine_ports import EngineReport
+from appliance.telemetry import Metrics
+from planner.buckets import Bucket, Phase
+
+
+class EngineObserver:
+    """Counts what the engine does."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        """Count in ``metrics``."""
+        self._metrics = metrics
+        self._steps = {phase: metrics.steps.labels(str(phase)) for phase in Phase}
+        self._rows = {phase: metrics.step_rows.labels(str(phase)) for phase in Phase}
+
+    def launched(self, bucket: Bucket, rows: int, tokens: int) -> None:  # noqa: ARG002 - tokens are counted by step
+        """A program was dispatched."""
+        self._steps[bucket.phase].inc()
+        self._rows[bucket.phase].inc(rows)
+
+    def stepped(self, host_s: float, prompt_tokens: int, generated_tokens: int, preemptions: int) -> None:
+        """A step is over."""
+        metrics = self._metrics
+        metrics.step_host.observe(host_s)
+        if prompt_tokens:
+            metrics.prompt_tokens.inc(prompt_tokens)
+        if generated_tokens:
+            metrics.generated_tokens.inc(generated_tokens)
+        if preemptions:
+            metrics.preemptions.inc(preemptions)
+
+    def reported(self, report: EngineReport) -> None:
+        """The state after a step."""
+        metrics = self._metrics
+        used, total = report.total_pages - report.free_pages, report.total_pages
+        metrics.ready.set(1 if report.state == "ready" else 0)
+        metrics.running.set(report.running)
+        metrics.waiting.set(report.waiting)
+        metrics.waiting_tokens.set(report.waiting_tokens)
+        metrics.pages_used.set(used)
+        metrics.pages_total.set(total)
+        metrics.pages_ratio.set(used / total if total else 0.0)
+
+    def compiled(self) -> None:
+        """A program was compiled after ready, which should never happen."""
+        self._metrics.compilations.inc()

@@ -1,0 +1,257 @@
+"""What the appliance tells its operators: one JSON log on standard error and one set of metrics a node.
+
+Owns the form of the log, the redaction of secrets, the names of all metrics and their label values. Metrics are counted
+in files that all processes of the node share (the client library's multiprocess mode, whose folder is in the
+environment before this module is imported), so any worker can answer for all. Never logs a prompt, a completion, a
+header or a body; no label takes a value from a request.
+"""
+
+import logging
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from pathlib import Path
+from typing import Any
+
+import structlog
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+    values,
+)
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
+
+from api.ports import RequestRecord
+from appliance.host.ledger import Usage
+
+_SECRET = re.compile(r"(?i)\b(?:zk|sk)-[A-Za-z0-9_\-]{4,}|\bbearer\s+[^\s\"',}]+|://[^/@\s]+@")
+_FINISH_REASONS = frozenset({"stop", "stop_string", "length", "mixed", "cancelled", "error", "refused"})
+_OWN_PACKAGES = ("api.", "appliance.", "planner.", "pallas_kernels.")
+_LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
+_STEP_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.1)
+
+
+def configure_logging(level: str, process: str) -> None:
+    """Send every log line of this process, the libraries' too, to standard error as one JSON object.
+
+    Args:
+        level: debug, info, warning or error.
+        process: what the process is, as in ``worker-0``; part of each line.
+    """
+    threshold = logging.getLevelNamesMapping()[level.upper()]
+
+    def add_process(_: object, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+        event["process"] = process
+        event["pid"] = os.getpid()
+        return event
+
+    shared: list[structlog.types.Processor] = [
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True, key="time"),
+        add_process,
+    ]
+    last: list[structlog.types.Processor] = [
+        show_exception,
+        redact,
+        structlog.processors.JSONRenderer(sort_keys=False),
+    ]
+    structlog.configure(
+        processors=[structlog.stdlib.filter_by_level, *shared, *last],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.stdlib.BoundLogger,
+        cache_logger_on_first_use=False,
+    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_JsonFormatter(shared, last))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(threshold)
+    for name in ("httpx", "httpcore", "jax", "orbax", "absl"):
+        logging.getLogger(name).setLevel(max(threshold, logging.WARNING))
+
+
+class _JsonFormatter(logging.Formatter):
+    """Passes on our own lines, which are JSON already, and makes JSON of the libraries'."""
+
+    def __init__(self, shared: list[structlog.types.Processor], last: list[structlog.types.Processor]) -> None:
+        super().__init__("%(message)s")
+        self._foreign = structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=[*shared, structlog.stdlib.add_logger_name, structlog.stdlib.ExtraAdder()],
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *last],
+        )
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line."""
+        own = record.name.startswith("zccp") and isinstance(record.msg, str) and record.msg.startswith("{")
+        return record.getMessage() if own else self._foreign.format(record)
+
+
+def show_exception(_: object, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Replace ``exc_info`` by where an exception came from and, where it cannot quote a client, what it says.
+
+    The messages of our own errors and of the system's are written for people; a library's may quote what it was given,
+    and that may be a prompt, so of those only the type is shown.
+    """
+    given = event.pop("exc_info", None)
+    error = given if isinstance(given, BaseException) else sys.exc_info()[1] if given is True else None
+    if error is None and isinstance(given, tuple):
+        error = given[1]
+    chain: list[str] = []
+    while error is not None and len(chain) < 5:
+        kind = type(error)
+        shown = kind.__module__.startswith(_OWN_PACKAGES) or isinstance(error, OSError)
+        frames = traceback.extract_tb(error.__traceback__)[-12:]
+        places = " < ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in reversed(frames))
+        chain.append(f"{kind.__module__}.{kind.__qualname__}{f': {error}' if shown else ''} at {places}")
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    if chain:
+        event["exception"] = chain
+    return event
+
+
+def redact(_: object, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Replace what looks like a key or a password in any text of a log line; a last net, not the first."""
+    for key, value in event.items():
+        if isinstance(value, str):
+            event[key] = _SECRET.sub("[redacted]", value)
+        elif not isinstance(value, bool | int | float | None):
+            event[key] = _SECRET.sub("[redacted]", str(value))
+    return event
+
+
+class Metrics:
+    """Every metric of the appliance; made once a process, after the environment names the shared folder."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        """Register under ``registry``; a process that exposes merged values passes one of its own."""
+
+        def counter(name: str, text: str, labels: Iterable[str] = ()) -> Counter:
+            return Counter(name, text, labels, registry=registry)
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(name, text, registry=registry, multiprocess_mode="mostrecent")
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(name, text, buckets=buckets, registry=registry)
+
+        self.running = gauge("zccp_requests_running", "Sequences that hold a slot.")
+        self.waiting = gauge("zccp_requests_waiting", "Sequences in the queue.")
+        self.waiting_tokens = gauge("zccp_waiting_tokens", "Prompt ids in the queue.")
+        self.pages_used = gauge("zccp_kv_pages_used", "Pages of keys and values in use.")
+        self.pages_total = gauge("zccp_kv_pages_total", "Pages of keys and values.")
+        self.pages_ratio = gauge("zccp_kv_use_ratio", "Share of the pages in use, 0 to 1.")
+        self.ready = gauge("zccp_engine_ready", "1 while the engine takes requests.")
+        self.prompt_tokens = counter("zccp_prompt_tokens", "Prompt ids computed.")
+        self.generated_tokens = counter("zccp_generated_tokens", "Completion ids made.")
+        self.preemptions = counter("zccp_preemptions", "Sequences that gave their pages back and waited again.")
+        self.compilations = counter("zccp_compilations", "Programs compiled after ready; 0 is right.")
+        self.steps = counter("zccp_steps", "Program launches.", ("phase",))
+        self.step_rows = counter("zccp_step_rows", "Sequences in those launches.", ("phase",))
+        self.step_host = histogram("zccp_step_host_seconds", "Host time of a step.", _STEP_BUCKETS)
+        self.requests = counter("zccp_requests", "Requests answered.", ("route", "status"))
+        self.finished = counter("zccp_requests_finished", "Requests ended.", ("reason",))
+        self.first_token = histogram("zccp_time_to_first_token_seconds", "Arrival to first token.", _LATENCY_BUCKETS)
+        self.per_token = histogram("zccp_time_per_output_token_seconds", "Time a later token.", _TOKEN_BUCKETS)
+        self.duration = histogram("zccp_request_seconds", "Arrival to last byte.", _LATENCY_BUCKETS)
+        self.cached_tokens = counter("zccp_cached_prompt_tokens", "Prompt ids whose keys and values were reused.")
+
+
+class WorkerObserver:
+    """Counts and logs finished requests in a worker; implements ``api.ports.Observer``."""
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        routes: Iterable[str],
+        usage: Callable[[], list[Usage]],
+        tenants: Callable[[], dict[str, str]],
+        directory: Path,
+    ) -> None:
+        """Observe.
+
+        Args:
+            metrics: where to count.
+            routes: the route templates that may appear as labels; any other counts as ``other``.
+            usage: totals of each key.
+            tenants: key id -> tenant.
+            directory: the folder in which the processes of the node count.
+        """
+        self._metrics = metrics
+        self._routes = frozenset(routes)
+        self._directory = directory
+        self._key_usage = _KeyUsage(usage, tenants)
+        self._log = structlog.get_logger("zccp.request")
+
+    def request_started(self, route: str) -> None:
+        """Nothing is counted before a request ends."""
+
+    def request_finished(self, record: RequestRecord) -> None:
+        """Count a request and write its line."""
+        metrics = self._metrics
+        route = record.route if record.route in self._routes else "other"
+        metrics.requests.labels(route, f"{record.status // 100}xx").inc()
+        if record.finish_reason:
+            reason = record.finish_reason if record.finish_reason in _FINISH_REASONS else "other"
+            metrics.finished.labels(reason).inc()
+            metrics.duration.observe(record.duration_s)
+        if record.time_to_first_token_s is not None:
+            metrics.first_token.observe(record.time_to_first_token_s)
+        if record.time_per_output_token_s is not None:
+            metrics.per_token.observe(record.time_per_output_token_s)
+        if record.cached_tokens:
+            metrics.cached_tokens.inc(record.cached_tokens)
+        fields = {name: _rounded(getattr(record, name)) for name in record.__struct_fields__}
+        write = self._log.warning if record.status >= 500 else self._log.info
+        write("request", **{name: value for name, value in fields.items() if value not in (None, "")})
+
+    def exposition(self) -> tuple[str, bytes]:
+        """Content type and body of ``/metrics``, merged over the processes of the node."""
+        registry = CollectorRegistry()
+        MultiProcessCollector(registry, path=str(self._directory))
+        registry.register(self._key_usage)
+        return CONTENT_TYPE_LATEST, generate_latest(registry)
+
+
+class _KeyUsage(Collector):
+    """Usage of each key as counters, read from the ledger at the moment of the scrape."""
+
+    def __init__(self, usage: Callable[[], list[Usage]], tenants: Callable[[], dict[str, str]]) -> None:
+        self._usage = usage
+        self._tenants = tenants
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """The two families; only keys that exist are shown, so the number of series is bounded by the file of keys."""
+        requests = CounterMetricFamily("zccp_key_requests", "Requests of a key.", labels=("tenant", "key"))
+        tokens = CounterMetricFamily("zccp_key_tokens", "Tokens of a key.", labels=("tenant", "key"))
+        tenants = self._tenants()
+        for used in self._usage():
+            if used.key_id in tenants:
+                requests.add_metric((tenants[used.key_id], used.key_id), used.requests)
+                tokens.add_metric((tenants[used.key_id], used.key_id), used.tokens)
+        yield requests
+        yield tokens
+
+
+def counts_are_shared() -> bool:
+    """Whether this process counts in the node's shared folder (the environment was set in time)."""
+    return values.ValueClass.__name__ == "MmapedValue"
+
+
+def clear_metrics(directory: Path) -> None:
+    """Make the folder of counts, empty; called by the main process before any other starts."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for path in directory.glob("*.db"):
+        path.unlink(missing_ok=True)
+
+
+def _rounded(value: object) -> object:
+    return round(value, 6) if isinstance(value, float) else value

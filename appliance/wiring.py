@@ -1,0 +1,100 @@
+"""Composition root of the engine process: configuration -> plan -> program store -> weights -> engine.
+
+Owns the order of loading and nothing else; every part is made elsewhere. Imports jax through the parts.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+
+from appliance.assignment import Assignment
+from appliance.engine import Engine
+from appliance.engine_metrics import EngineObserver
+from appliance.engine_ports import Gateway, ProgramSet
+from appliance.model.record import read_record, weights_folder
+from appliance.model.store import restore
+from appliance.planning import StoredModel, plan_for, signing_key_file, store_directory
+from appliance.submission import ModelLimits
+from planner.buckets import Bucket, Phase
+from planner.pages import PagePool
+from planner.plan import Plan
+from planner.program import Program, empty_state, idle_arguments
+from planner.schedule import Scheduler, SchedulerSettings
+from planner.signing import local_key
+from planner.store import open_store
+from planner.weights import weight_specs
+
+_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+def build_engine(
+    assignment: Assignment,
+    gateway: Gateway,
+    observer: EngineObserver,
+    announce: Callable[[str], None],
+) -> tuple[Engine, ModelLimits]:
+    """Load the assigned model and its programs, run each program once, and put an engine on the gateway.
+
+    Raises:
+        StoreError: the programs or the weights are missing or made for something else; the message says how to rebuild.
+        PlanError: the settings cannot be planned.
+        ModelRecordError: the model's folder is damaged.
+    """
+    config = assignment.config
+    folder = Path(assignment.model)
+    record = read_record(folder)
+    plan = plan_for(config, record)
+    announce("verifying the program store")
+    key = local_key(signing_key_file(config.home)).public_key()
+    store = open_store(store_directory(config.home, StoredModel(folder, record)), plan, key)
+    announce("loading programs")
+    programs = {program.bucket: program for program in store.load_all()}
+    announce("restoring weights")
+    weights = restore(weights_folder(folder, plan.weight_form), weight_specs(plan.architecture, plan.weight_form))
+    announce("running every program once")
+    state = _run_once(plan, programs, weights)
+    scheduler = Scheduler(
+        plan.lattice,
+        PagePool(plan.num_pages, plan.page_size),
+        SchedulerSettings(
+            prefill_budget=plan.prefill_budget,
+            max_waiting=config.engine.max_waiting,
+            max_waiting_tokens=config.engine.max_waiting_tokens,
+        ),
+    )
+    vocab = plan.architecture.vocab
+    engine = Engine(weights, state, program_set(programs), scheduler, gateway, vocab=vocab, metrics=observer)
+    jax.monitoring.register_event_duration_secs_listener(_count_compilations(observer))
+    return engine, ModelLimits(vocab=vocab, context=plan.context, eos_ids=frozenset(record.eos_ids))
+
+
+def program_set(programs: dict[Bucket, Program]) -> ProgramSet:
+    """The loaded programs as the engine calls them."""
+    phases = {
+        phase: {bucket: program for bucket, program in programs.items() if bucket.phase is phase} for phase in Phase
+    }
+    (set_slot,) = phases[Phase.SET_SLOT].values()
+    return ProgramSet(decode=phases[Phase.DECODE], prefill=phases[Phase.PREFILL], set_slot=set_slot)
+
+
+def _run_once(plan: Plan, programs: dict[Bucket, Program], weights: object) -> object:
+    """Run each program on an empty batch, so that nothing is done for the first time while serving; a fresh state."""
+    state = empty_state(plan)
+    for bucket, program in programs.items():
+        arguments = idle_arguments(plan, bucket)
+        if bucket.phase is Phase.SET_SLOT:
+            state = program(state, *arguments)
+        else:
+            state, _ = program(weights, state, *arguments)
+    jax.block_until_ready(state)
+    del state
+    return empty_state(plan)
+
+
+def _count_compilations(observer: EngineObserver) -> Callable[..., None]:
+    def listen(event: str, _duration_s: float, **_: str | int) -> None:
+        if event == _COMPILE_EVENT:
+            observer.compiled()
+
+    return listen
