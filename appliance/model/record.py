@@ -5,7 +5,7 @@ reads the architecture.
 
     <home>/models/<name>/model.json        this record
                          tokenizer.json    the tokenizer document
-                         source/           the fetched or linked model files
+                         source/           the fetched model files
                          weights-<form>/   one orbax checkpoint a weight form
 """
 
@@ -29,8 +29,20 @@ class ModelRecordError(ValueError):
     """A model folder cannot be read; the message names the file, what is wrong and the remedy."""
 
 
+class SourceFile(Struct, frozen=True, forbid_unknown_fields=True):
+    """One file that a model came from, relative to the source's folder."""
+
+    path: str
+    num_bytes: int
+    sha256: str
+
+
 class ModelRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One model of the store. ``source_sha256`` maps source file names to digests; ``created`` is in Unix seconds."""
+    """One model of the store.
+
+    ``source_path`` is the GGUF file or model directory, relative to the model's folder where it was fetched; ``created``
+    is in Unix seconds.
+    """
 
     schema: int = SCHEMA
     name: str
@@ -39,7 +51,8 @@ class ModelRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     context: int
     created: int
     licence: str = ""
-    source_sha256: dict[str, str] = {}
+    source_path: str
+    source_files: tuple[SourceFile, ...]
     add_bos: bool = False
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
@@ -53,6 +66,13 @@ class ModelRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             UnsupportedArchitectureError: it was stored by another version.
         """
         return ModelArchitecture.from_json(self.architecture)
+
+    def is_current(self, folder: Path) -> bool:
+        """Whether every source file is there with the size it had when the model came in."""
+        source = folder / self.source_path
+        base = source if source.is_dir() else source.parent
+        sizes = {file.path: file.num_bytes for file in self.source_files}
+        return all((base / path).is_file() and (base / path).stat().st_size == size for path, size in sizes.items())
 
 
 def weights_folder(folder: Path, form: WeightForm) -> Path:
