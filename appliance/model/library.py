@@ -1,18 +1,27 @@
 """Library: the models of one appliance, by name.
 
 Owns the folders under ``<home>/models``: bringing a model in (files, record, tokenizer) and listing what is there.
-Weights are converted by ``appliance.model.store``. Never imports jax, so that the main process and the command line stay
-small.
+Weights are converted by ``appliance.model.store``. Never imports jax, so that the main process and the command line
+stay small.
 """
 
+import shutil
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
-from appliance.model.catalog import CatalogError, Download, Source, file_sha256, reference_name, resolve
+from appliance.model.catalog import CatalogError, Download, Source, canonical, file_sha256, reference_name, resolve
 from appliance.model.checkpoint import Checkpoint, Progress, no_progress
 from appliance.model.opening import open_checkpoint
-from appliance.model.record import ModelRecord, ModelRecordError, SourceFile, read_record, text_fields, write_record
+from appliance.model.record import (
+    ModelRecord,
+    ModelRecordError,
+    SourceFile,
+    digests,
+    read_record,
+    text_fields,
+    write_record,
+)
 from appliance.model.tokenizer import Tokenizer
 
 Now = Callable[[], datetime]
@@ -68,9 +77,10 @@ class ModelLibrary:
         """
         folder = self.folder(reference)
         present = _present(folder)
-        if present is not None and reference in (present.reference, present.name) and present.is_current(folder):
+        ours = present is not None and canonical(reference) in (present.reference, present.name)
+        if present is not None and ours and present.is_current(folder):
             return folder
-        if present is not None and reference not in (present.reference, present.name):
+        if present is not None and not ours:
             raise CatalogError(
                 f"{reference}: the store already has a model {present.name!r} from {present.reference}; "
                 "rename the file or directory, or remove the stored one"
@@ -90,6 +100,9 @@ class ModelLibrary:
             created=int(self._now().timestamp()),
             **text_fields(assets),
         )
+        if present is not None and digests(present) != digests(record):
+            for weights in folder.glob("weights-*"):
+                shutil.rmtree(weights)
         folder.mkdir(parents=True, exist_ok=True)
         write_record(folder, record, assets.tokenizer_json)
         return folder
@@ -119,6 +132,11 @@ def _kept_path(source: Source, folder: Path) -> str:
 def _source_files(checkpoint: Checkpoint, source: Source, progress: Progress) -> tuple[SourceFile, ...]:
     base = source.path if source.path.is_dir() else source.path.parent
     return tuple(
-        SourceFile(path=str(file.relative_to(base)), num_bytes=file.stat().st_size, sha256=file_sha256(file, progress))
+        SourceFile(
+            path=str(file.relative_to(base)),
+            num_bytes=file.stat().st_size,
+            modified_ns=file.stat().st_mtime_ns,
+            sha256=file_sha256(file, progress),
+        )
         for file in checkpoint.files
     )

@@ -34,14 +34,15 @@ class SourceFile(Struct, frozen=True, forbid_unknown_fields=True):
 
     path: str
     num_bytes: int
+    modified_ns: int
     sha256: str
 
 
 class ModelRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One model of the store.
 
-    ``source_path`` is the GGUF file or model directory, relative to the model's folder where it was fetched; ``created``
-    is in Unix seconds.
+    ``source_path`` is the GGUF file or model directory, relative to the model's folder where it was fetched;
+    ``created`` is in Unix seconds.
     """
 
     schema: int = SCHEMA
@@ -68,11 +69,22 @@ class ModelRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         return ModelArchitecture.from_json(self.architecture)
 
     def is_current(self, folder: Path) -> bool:
-        """Whether every source file is there with the size it had when the model came in."""
+        """Whether every source file is there with the size and time of change it had when the model came in."""
         source = folder / self.source_path
         base = source if source.is_dir() else source.parent
-        sizes = {file.path: file.num_bytes for file in self.source_files}
-        return all((base / path).is_file() and (base / path).stat().st_size == size for path, size in sizes.items())
+        for file in self.source_files:
+            path = base / file.path
+            if not path.is_file():
+                return False
+            found = path.stat()
+            if (found.st_size, found.st_mtime_ns) != (file.num_bytes, file.modified_ns):
+                return False
+        return True
+
+
+def digests(record: ModelRecord) -> dict[str, str]:
+    """SHA-256 of every source file by its name."""
+    return {file.path: file.sha256 for file in record.source_files}
 
 
 def weights_folder(folder: Path, form: WeightForm) -> Path:
