@@ -20,6 +20,8 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling) -> np
     """Radians a position for each channel pair, float64 [head_dim / 2]."""
     exponent = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
     plain = 1.0 / theta**exponent
+    if scaling.factors:
+        plain = plain / np.asarray(scaling.factors, np.float64)
     match scaling.kind:
         case RopeKind.NONE:
             return plain
@@ -76,7 +78,7 @@ def rotary_tables(
 def rotate(
     x: Float[Array, "tokens heads head_dim"], cos: Float[Array, "tokens half"], sin: Float[Array, "tokens half"]
 ) -> Float[Array, "tokens heads head_dim"]:
-    """Turn each channel pair by its angle."""
-    first, second = jnp.split(x, 2, axis=-1)
+    """Turn each channel pair by its angle; the result has the tables' dtype."""
+    first, second = jnp.split(x.astype(cos.dtype), 2, axis=-1)
     cos, sin = cos[:, None], sin[:, None]
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
