@@ -12,7 +12,7 @@ def adjust(logits: Array, rows: tuple, counts: Array, bias: Array, *, prompt_bit
     logits = jnp.where(rows.biased[:, None] > 0, logits + bias[rows.slot], logits)
     repetition = rows.repetition[:, None]
     penalised = jnp.where(seen > 0, jnp.where(logits > 0, logits / repetition, logits * repetition), logits)
-    penalised -= rows.presence[:, None] * (output_count > 0) + rows.frequency[:, None] * output_count
+    penalised -= jnp.where(output_count > 0, rows.presence[:, None], 0.0) + rows.frequency[:, None] * output_count
     return suppress(jnp.where(rows.penalised[:, None] > 0, penalised, logits), rows.suppressed)
 
 
@@ -53,6 +53,7 @@ def sample(logits: Array, rows: tuple, counts: Array, bias: Array, *, num_top: i
     mass = jnp.exp(jnp.where(descending >= kth, descending, -jnp.inf))
     before = jnp.cumsum(mass, axis=1) - mass
     inside = (before < rows.top_p[:, None] * mass.sum(1, keepdims=True)) | (jnp.arange(vocab) == 0)
+    inside |= rows.top_p[:, None] >= 1  # off, whatever the sums round to
     nucleus = jnp.min(jnp.where(inside, descending, jnp.inf), axis=1, keepdims=True)
     floor = jnp.log(jnp.maximum(rows.min_p, 1e-38))[:, None]
     keep = (z >= kth) & (z >= nucleus) & ((z >= floor) | (rows.min_p[:, None] <= 0))

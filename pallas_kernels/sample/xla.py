@@ -63,7 +63,8 @@ def _draw(adjusted: Float[Array, "rows vocab"], rows: tuple) -> Int32[Array, " r
         return jnp.take_along_axis(ids, best[:, None], axis=1)[:, 0].astype(jnp.int32)
 
     def among_all() -> Int32[Array, " rows"]:
-        kept = _full_limits(z, rows)
+        # a row whose candidates tell everything keeps their limits: its choice never depends on who takes this way
+        kept = jnp.where(limits.exact, limits.kept, _full_limits(z, rows))
         noise = gumbel(rows, jnp.broadcast_to(jnp.arange(z.shape[1], dtype=jnp.int32), z.shape))
         return jnp.argmax(jnp.where(z >= kept[:, None], z + noise, -jnp.inf), axis=-1).astype(jnp.int32)
 
@@ -86,7 +87,8 @@ def _candidate_limits(z: Array, values: Float[Array, "rows candidates"], rows: t
     wanted = rows.top_p * total
     inside = (before < wanted[:, None]) | (jnp.arange(candidates) == 0)
     reached = before[:, -1] + mass[:, -1] >= wanted
-    nucleus = jnp.where(reached, jnp.min(jnp.where(inside, values, jnp.inf), axis=1), -jnp.inf)
+    nucleus = jnp.min(jnp.where(inside, values, jnp.inf), axis=1)
+    nucleus = jnp.where(reached & (rows.top_p < 1), nucleus, -jnp.inf)
     kept = jnp.maximum(jnp.maximum(kth, nucleus), _min_p_limit(rows))
     # a top-k beyond the candidates bounds top-p's total, so that only the whole vocabulary tells
     told = bounded | (rows.top_k == 0) | (rows.top_k >= vocab)
