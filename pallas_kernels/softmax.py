@@ -31,7 +31,7 @@ def capped(scores: Float[Array, "*s"], softcap: float) -> Float[Array, "*s"]:
     return softcap * jnp.tanh(scores / softcap) if softcap else scores
 
 
-def weigh(scores: Float[Array, "*rows keys"], valid: Bool[Array, "*rows keys"]) -> tuple[Array, Array, Array]:
+def weigh(scores: Float[Array, "*rows keys"], valid: Bool[Array, "*#rows keys"]) -> tuple[Array, Array, Array]:
     """Peak, total and unnormalised weights of masked scores."""
     scores = jnp.where(valid, scores, MASKED)
     peak = scores.max(-1)
