@@ -318,7 +318,8 @@ def _write(
     numerics: Numerics,
 ) -> Array:
     num_pages, page_size = pages.shape[1], pages.shape[4]
-    ids = page_table[row, jnp.minimum(positions // page_size, page_table.shape[1] - 1)]
+    # a position past the table has no page: clamped, it would overwrite the last one
+    ids = page_table.at[row, positions // page_size].get(mode="fill", fill_value=num_pages)
     ids = jnp.where(valid, ids, num_pages)
     return page_write(pages, new.k, new.v, ids, positions % page_size, implementation=numerics.implementation)
 
