@@ -79,9 +79,13 @@ def sample(
     arXiv 1909.05858.
     """
     num_rows, vocab = logits.shape
-    require(counts.shape == bias.shape and counts.shape[1] == vocab, f"counts and bias must be [slots, {vocab}]")
+    require(
+        counts.shape == bias.shape and counts.shape[1] == vocab,
+        f"counts {counts.shape} and bias {bias.shape} must be [slots, {vocab}]",
+    )
     require(0 < num_top <= vocab, f"num_top {num_top} must be in 1..{vocab}, the vocabulary")
-    require(all(field.shape[0] == num_rows for field in rows), "every field of rows needs one entry a row")
+    for name, field in zip(rows._fields, rows, strict=True):
+        require(field.shape[0] == num_rows, f"rows.{name} {field.shape} needs one entry for each of {num_rows} rows")
     run = {"reference": reference.sample, "xla": xla.sample}[implementation]
     with jax.named_scope("sample"):
         return Sampled(*run(logits, rows, counts, bias, num_top=num_top))
