@@ -50,7 +50,7 @@ def quantize(
 
     Args:
         architecture: the model.
-        weights: the float32 tree by name; its linear weights are dropped from it as they are rounded.
+        weights: the float32 tree by name; it is not changed.
         ids: int32 [windows, length], calibration text; 8 windows of 1,024 do, more is finer.
         progress: called after every layer.
 
@@ -63,14 +63,16 @@ def quantize(
     if ids.ndim != 2 or ids.size < 512:
         raise CalibrationError(f"calibration ids of shape {ids.shape}; at least 512 ids in [windows, length] are needed")
     if ids.min() < 0 or ids.max() >= architecture.vocab:
-        raise CalibrationError(f"calibration ids reach {ids.max()}; the vocabulary has {architecture.vocab} ids")
+        raise CalibrationError(
+            f"calibration ids lie in {ids.min()}..{ids.max()}; the vocabulary has the ids 0..{architecture.vocab - 1}"
+        )
     if not architecture.post_norms:
         weights = rotated(architecture, weights)
-    result = {name: array for name, array in weights.items() if name not in (*LINEAR, "head")}
+    result = {name: array for name, array in weights.items() if name not in (*LINEAR, "head", "rotated_head")}
     hidden = jnp.asarray(weights["embed"])[ids] * architecture.embed_scale
     run = _layer_runner(architecture, ids.shape[1])
     parts: dict[str, list[np.ndarray]] = {f"{name}.{kind}": [] for name in LINEAR for kind in ("codes", "scale")}
-    names = [name for name in weights if name not in ("embed", "final_norm", "head")]
+    names = [name for name in weights if name not in ("embed", "final_norm", "head", "rotated_head")]
     for index in range(architecture.layers):
         layer = {name: weights[name][index] for name in names}
         grams = _grams(run, layer, hidden, index)
@@ -83,10 +85,7 @@ def quantize(
         hidden = jnp.stack([run(layer, window, index)[0] for window in hidden])
         progress(index + 1, architecture.layers + 1)
     result |= {name: np.stack(arrays) for name, arrays in parts.items()}
-    head = weights["head"] if "head" in weights else weights["embed"].T
-    if "head" not in weights and not architecture.post_norms:
-        head = weights["rotated_head"]
-    result.pop("rotated_head", None)
+    head = next((weights[name] for name in ("head", "rotated_head") if name in weights), weights["embed"].T)
     final = np.asarray(rms_norm(hidden, jnp.asarray(weights["final_norm"]), architecture.norm_eps))
     final = final.reshape(-1, architecture.embed)
     result["head.codes"], result["head.scale"] = round_with_feedback(head, final.T @ final)
