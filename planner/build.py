@@ -7,11 +7,16 @@ from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from pallas_kernels import native
+from pallas_kernels.platform import cpu_features
+from planner.architecture import ModelArchitecture
 from planner.buckets import Bucket
+from planner.formats import KvFormat
 from planner.memory import MemoryPlan, memory_plan
 from planner.plan import Plan
 from planner.program import Program, compile_program
 from planner.store import StoreError, open_store, write_store
+from planner.target import Target
 
 Progress = Callable[[int, int, str], None]
 """Called with (done, total, name of the newest program)."""
@@ -44,6 +49,7 @@ def build(
 
     Raises:
         StoreError: the store cannot be written.
+        NativeBuildError: the native kernels cannot be compiled.
     """
     if not force:
         try:
@@ -60,8 +66,11 @@ def build(
                 max_arguments=max(cost.num_arguments for cost in costs),
                 total_bytes=sum(entry.num_bytes for entry in store.entries.values()),
             )
+    library = native.compile_library() if plan.implementation == "native" else None
+    if library is not None:
+        native.register(library)
     programs = compile_all(plan, progress, threads)
-    write_store(directory, plan, programs, key)
+    write_store(directory, plan, programs, library, key)
     costs = [program.cost for program in programs.values()]
     return BuildReport(
         directory=directory,
@@ -84,3 +93,20 @@ def compile_all(plan: Plan, progress: Progress, threads: int) -> dict[Bucket, Pr
             programs[bucket] = future.result()
             progress(len(programs), len(buckets), bucket.name)
     return {bucket: programs[bucket] for bucket in buckets}
+
+
+def best_implementation(target: Target, architecture: ModelArchitecture, kv_format: KvFormat) -> str:
+    """The fastest code path that this host can build for a target: ``native`` where it can run, else ``xla``."""
+    able = (
+        target.name == "cpu_native"
+        and cpu_features_suffice()
+        and native.compiler() is not None
+        and kv_format is KvFormat.FLOAT32
+        and architecture.head_dim % 16 == 0
+    )
+    return "native" if able else "xla"
+
+
+def cpu_features_suffice() -> bool:
+    """Whether this host's CPU has what the native kernels need."""
+    return native.REQUIRED_FEATURES <= set(cpu_features())

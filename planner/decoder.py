@@ -116,20 +116,21 @@ class Layer(nn.Module):
     architecture: ModelArchitecture
     numerics: Numerics
 
-    def _weight(self, name: str) -> Array | Int8Weight:
-        if self.has_variable("params", f"{name}.codes"):
-            return Int8Weight(self._array(f"{name}.codes"), self._array(f"{name}.scale"))
+    def _weight(self, name: str, layer: Int32[Array, ""]) -> Array | Int8Weight:
+        if self.has_variable("stacks", f"{name}.codes"):
+            codes, scale = (self.get_variable("stacks", f"{name}.{kind}") for kind in ("codes", "scale"))
+            return Int8Weight(codes, scale, layer)
         return self._array(name)
 
     def _array(self, name: str) -> Array:
         return self.get_variable("params", name)
 
-    def _linear(self, name: str, x: Float[Array, "tokens k"]) -> Float[Array, "tokens n"]:
+    def _linear(self, name: str, x: Float[Array, "tokens k"], data: LayerData) -> Float[Array, "tokens n"]:
         """A product with a named weight; its input's Gram matrix is sown for whoever calibrates on it."""
         if self.is_mutable_collection("gram"):
             wide = x.astype(jnp.float32)
             self.sow("gram", name, wide.T @ wide, reduce_fn=lambda _, new: new)
-        return linear(x, self._weight(name), implementation=self.numerics.implementation).astype(x.dtype)
+        return linear(x, self._weight(name, data.index), implementation=self.numerics.implementation).astype(x.dtype)
 
     def __call__(
         self,
@@ -144,7 +145,7 @@ class Layer(nn.Module):
         if arch.post_norms:
             attended = rms_norm(attended, self._array("post_attn_norm"), arch.norm_eps)
         x += attended
-        hidden = self._feed_forward(rms_norm(x, self._array("ffw_norm"), arch.norm_eps))
+        hidden = self._feed_forward(rms_norm(x, self._array("ffw_norm"), arch.norm_eps), data)
         if arch.post_norms:
             hidden = rms_norm(hidden, self._array("post_ffw_norm"), arch.norm_eps)
         return x + hidden, new
@@ -153,7 +154,7 @@ class Layer(nn.Module):
         self, x: Array, data: LayerData, rope: Rope, context: DecodeContext | PrefillContext
     ) -> tuple[Float[Array, "tokens embed"], NewKeyValues]:
         arch = self.architecture
-        mixed = self._linear("qkv", x)
+        mixed = self._linear("qkv", x, data)
         if arch.qkv_bias:
             mixed += self._array("qkv_bias").astype(mixed.dtype)
         mixed = mixed.reshape(x.shape[0], arch.kv_heads, arch.group + 2, arch.head_dim)
@@ -165,7 +166,7 @@ class Layer(nn.Module):
         cos, sin = rope.cos[data.local_rope], rope.sin[data.local_rope]
         q, k = rotate(q, cos, sin).astype(x.dtype), rotate(k, cos, sin).astype(x.dtype)
         attended = self._attend(q, k, v, data, context).astype(x.dtype)
-        return self._linear("o", attended.reshape(x.shape[0], -1)), NewKeyValues(k, v)
+        return self._linear("o", attended.reshape(x.shape[0], -1), data), NewKeyValues(k, v)
 
     def _attend(
         self, q: Array, k: Array, v: Array, data: LayerData, context: DecodeContext | PrefillContext
@@ -185,13 +186,13 @@ class Layer(nn.Module):
             data.window, **options,
         )  # fmt: skip
 
-    def _feed_forward(self, x: Float[Array, "tokens embed"]) -> Float[Array, "tokens embed"]:
-        gate, up = jnp.split(self._linear("gate_up", x), 2, axis=-1)
+    def _feed_forward(self, x: Float[Array, "tokens embed"], data: LayerData) -> Float[Array, "tokens embed"]:
+        gate, up = jnp.split(self._linear("gate_up", x, data), 2, axis=-1)
         if self.architecture.activation is Activation.SILU:
             gate = nn.silu(gate)
         else:
             gate = nn.gelu(gate, approximate=True)
-        return self._linear("down", gate * up)
+        return self._linear("down", gate * up, data)
 
 
 class Decoder(nn.Module):
@@ -218,6 +219,7 @@ class Decoder(nn.Module):
         layers = nn.scan(
             Layer,
             variable_axes={"params": 0},
+            variable_broadcast="stacks",
             split_rngs={"params": False},
             in_axes=(0, nn.broadcast, nn.broadcast),
             length=arch.layers,
@@ -235,10 +237,15 @@ def layer_data(architecture: ModelArchitecture) -> LayerData:
 
 
 def parameters(weights: Weights) -> dict[str, object]:
-    """The flat weight tree in the shape that the modules read."""
+    """The flat weight tree in the shape that the modules read.
+
+    Float weights are cut layer by layer by the scan; int8 stacks stay whole and are read at a layer's index.
+    """
     outside = {name: array for name, array in weights.items() if name in _OUTSIDE_LAYERS}
     inside = {name: array for name, array in weights.items() if name not in _OUTSIDE_LAYERS}
-    return {"params": {**outside, "layers": inside}}
+    stacks = {name: array for name, array in inside.items() if name.endswith((".codes", ".scale"))}
+    layers = {name: array for name, array in inside.items() if name not in stacks}
+    return {"params": {**outside, "layers": layers}, "stacks": {"layers": stacks}}
 
 
 def logits_of(
@@ -247,7 +254,7 @@ def logits_of(
     """Final norm, head and logit soft cap; float32."""
     x = rms_norm(hidden, weights["final_norm"], architecture.norm_eps)
     if "head.codes" in weights:
-        head = Int8Weight(weights["head.codes"], weights["head.scale"])
+        head = Int8Weight(weights["head.codes"][None], weights["head.scale"][None], jnp.int32(0))
     else:
         head = weights["head"] if "head" in weights else weights["embed"].T
     logits = linear(x, head, implementation=numerics.implementation).astype(jnp.float32)

@@ -14,6 +14,7 @@ from planner.buckets import Bucket, Lattice, Phase
 from planner.formats import KvFormat, WeightForm
 
 PAGE_SIZES = (16, 32, 64, 128, 256, 512)
+IMPLEMENTATIONS = ("xla", "native")
 _ELEMENT_BYTES = {KvFormat.FLOAT32: 4, KvFormat.BF16: 2}
 _SMALLEST_CHUNK = 32
 _SMALLEST_DECODE = 1
@@ -25,7 +26,10 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a node serves and with which static shapes. Lengths in tokens, ``prefill_budget`` in ids a step."""
+    """What a node serves and with which static shapes. Lengths in tokens, ``prefill_budget`` in ids a step.
+
+    ``implementation`` is the code path of every op: ``xla`` runs anywhere, ``native`` needs AVX512-VNNI and float32 pages.
+    """
 
     architecture: ModelArchitecture
     target: str
@@ -37,6 +41,7 @@ class Plan:
     slots: int
     lattice: Lattice
     prefill_budget: int
+    implementation: str = "xla"
     devices: int = 1
 
     @property
@@ -94,6 +99,7 @@ def make_plan(
     prefill_slots: int,
     page_size: int,
     kv_bytes: int,
+    implementation: str,
 ) -> Plan:
     """Choose the page count and the lattice.
 
@@ -108,6 +114,7 @@ def make_plan(
         prefill_slots: most prompt chunks a step.
         page_size: token positions a page.
         kv_bytes: bytes for the page pool; 0 = room for every slot at full context, at most.
+        implementation: code path of every op.
 
     Raises:
         PlanError: a setting is out of range, or the pool would not hold one sequence.
@@ -121,6 +128,13 @@ def make_plan(
         raise PlanError(f"page_size {page_size} is not one of {PAGE_SIZES}")
     if kv_format not in _ELEMENT_BYTES:
         raise PlanError(f"kv_format {kv_format} is not available; use {' or '.join(_ELEMENT_BYTES)}")
+    if implementation not in IMPLEMENTATIONS:
+        raise PlanError(f"implementation {implementation!r} is not one of {IMPLEMENTATIONS}")
+    if implementation == "native" and (kv_format is not KvFormat.FLOAT32 or architecture.head_dim % 16):
+        raise PlanError(
+            f"implementation native needs float32 pages and a head_dim that 16 divides; this plan has {kv_format} and "
+            f"{architecture.head_dim}: use implementation xla"
+        )
     if not 1 <= slots <= 1024:
         raise PlanError(f"slots {slots} is outside 1..1024")
     if not _SMALLEST_CHUNK <= prefill_chunk <= 8192 or prefill_chunk % 16:
@@ -151,6 +165,7 @@ def make_plan(
             widths=(width,),
         ),
         prefill_budget=prefill_chunk,
+        implementation=implementation,
     )
 
 

@@ -22,9 +22,6 @@ from planner.formats import KvFormat
 from planner.plan import Plan
 from planner.weights import weight_specs
 
-IMPLEMENTATION = "xla"
-"""Code path of every op on this plan's targets."""
-
 KV_DTYPES = {KvFormat.FLOAT32: jnp.float32, KvFormat.BF16: jnp.bfloat16}
 
 
@@ -96,7 +93,7 @@ def host_shapes(bucket: Bucket, vocab: int) -> tuple[jax.ShapeDtypeStruct, ...]:
 
 def _function(plan: Plan, bucket: Bucket) -> tuple[Callable[..., Any], tuple[Any, ...], int]:
     """What a bucket computes, its argument shapes, and the index of the donated state."""
-    numerics = Numerics(plan.weight_form, IMPLEMENTATION)
+    numerics = Numerics(plan.weight_form, plan.implementation)
     host = host_shapes(bucket, plan.architecture.vocab)
     state = state_shapes(plan)
     match bucket.phase:

@@ -1,7 +1,7 @@
 """Program store: the directory of compiled programs that a build host writes and a node loads.
 
-Owns its format: ``manifest.json``, ``manifest.sig`` (Ed25519 over the manifest's bytes) and one ``<key>.zst`` a program,
-whose SHA-256 stands in the manifest. Nothing is unpickled before signature and hash are verified, and nothing is loaded
+Owns its format: ``manifest.json``, ``manifest.sig`` (Ed25519 over the manifest's bytes) one ``<key>.zst`` a program and
+``native.so`` where programs call native kernels; their SHA-256 stand in the manifest. Nothing is unpickled before signature and hash are verified, and nothing is loaded
 that was built from another plan, by other versions, for other instruction sets or from other kernel sources.
 """
 
@@ -19,6 +19,7 @@ from typing import Any
 import zstandard
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
+from pallas_kernels import native
 from pallas_kernels.platform import cpu_features
 from planner.buckets import Bucket
 from planner.plan import Plan
@@ -27,7 +28,7 @@ from planner.signing import verifies
 from planner.target import Target, find_target
 
 SCHEMA = 1
-MANIFEST, SIGNATURE = "manifest.json", "manifest.sig"
+MANIFEST, SIGNATURE, LIBRARY = "manifest.json", "manifest.sig", "native.so"
 _LEVEL = 3
 _PLANNER_SOURCES = ("batch.py", "decoder.py", "program.py", "rope.py", "weights.py")
 
@@ -80,8 +81,17 @@ def identity(plan: Plan) -> dict[str, Any]:
     }
 
 
-def write_store(directory: Path, plan: Plan, programs: Mapping[Bucket, Program], key: Ed25519PrivateKey) -> None:
+def write_store(
+    directory: Path, plan: Plan, programs: Mapping[Bucket, Program], library: bytes | None, key: Ed25519PrivateKey
+) -> None:
     """Write a whole store beside the old one and put it in its place.
+
+    Args:
+        directory: the store.
+        plan: what the programs were compiled from.
+        programs: one a bucket of the plan.
+        library: the native kernels that the programs call, if they call any.
+        key: signs the manifest.
 
     Raises:
         StoreError: the disk is full or the directory cannot be written; the old store is untouched.
@@ -97,6 +107,9 @@ def write_store(directory: Path, plan: Plan, programs: Mapping[Bucket, Program],
             entry = StoreEntry(name, hashlib.sha256(packed).hexdigest(), len(packed), program.cost)
             entries.append(asdict(entry))
         manifest = {"schema": SCHEMA, **identity(plan), "plan": plan.to_json(), "programs": entries}
+        if library is not None:
+            (scratch / LIBRARY).write_bytes(library)
+            manifest["library_sha256"] = hashlib.sha256(library).hexdigest()
         text = json.dumps(manifest, indent=1, sort_keys=True).encode()
         (scratch / MANIFEST).write_bytes(text)
         (scratch / SIGNATURE).write_bytes(key.sign(text))
@@ -123,6 +136,27 @@ class ProgramStore:
     directory: Path
     plan: Plan
     entries: Mapping[str, StoreEntry]
+    library_sha256: str | None = None
+
+    def register_library(self) -> None:
+        """Load the native kernels that the programs call, if they call any, after checking them against the manifest.
+
+        Raises:
+            StoreError: the library is missing or cannot be loaded.
+            StoreUntrustedError: it is not the signed one.
+        """
+        if self.library_sha256 is None:
+            return
+        path = self.directory / LIBRARY
+        if not path.is_file():
+            raise StoreError(f"{path} is missing; rebuild it with: zccp build")
+        library = path.read_bytes()
+        if hashlib.sha256(library).hexdigest() != self.library_sha256:
+            raise StoreUntrustedError(f"{path} is not the one that was signed; rebuild it with: zccp build")
+        try:
+            native.register(library)
+        except native.NativeBuildError as error:
+            raise StoreError(f"{path}: {error}; rebuild it with: zccp build") from error
 
     def load(self, bucket: Bucket) -> Program:
         """One program, its bytes checked against the signed hash first.
@@ -142,7 +176,8 @@ class ProgramStore:
         return deserialise(self.plan, bucket, entry.cost, zstandard.decompress(packed))
 
     def load_all(self) -> Iterator[Program]:
-        """Every program of the plan."""
+        """Every program of the plan, the native kernels first."""
+        self.register_library()
         return (self.load(bucket) for bucket in self.plan.buckets())
 
 
@@ -174,7 +209,7 @@ def open_store(directory: Path, plan: Plan, key: Ed25519PublicKey) -> ProgramSto
         item["key"]: StoreEntry(item["key"], item["sha256"], item["num_bytes"], ProgramCost(**item["cost"]))
         for item in manifest["programs"]
     }
-    return ProgramStore(directory, plan, entries)
+    return ProgramStore(directory, plan, entries, manifest.get("library_sha256"))
 
 
 def differences(manifest: Mapping[str, Any], plan: Plan) -> tuple[str, ...]:
@@ -229,7 +264,7 @@ def _kernel_sources() -> str:
     digest = hashlib.sha256()
     kernels = Path(str(resources.files("pallas_kernels")))
     planner = Path(str(resources.files("planner")))
-    files = sorted(kernels.rglob("*.py")) + [planner / name for name in _PLANNER_SOURCES]
+    files = sorted(file for file in kernels.rglob("*") if file.suffix in (".py", ".cc", ".h")) + [planner / name for name in _PLANNER_SOURCES]
     for file in files:
         digest.update(f"{file.parent.name}{os.sep}{file.name}\n".encode())
         digest.update(file.read_bytes())

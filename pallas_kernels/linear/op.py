@@ -3,19 +3,23 @@
 from typing import Literal, NamedTuple
 
 import jax
-from jaxtyping import Array, Float, Int8
+from jaxtyping import Array, Float, Int8, Int32
 
 from pallas_kernels.errors import require
-from pallas_kernels.linear import reference, xla
+from pallas_kernels.linear import native, reference, xla
 
-Implementation = Literal["reference", "xla"]
+Implementation = Literal["reference", "xla", "native"]
 
 
 class Int8Weight(NamedTuple):
-    """An int8 weight: ``value[k, n] = codes[k, n] * scale[n]``."""
+    """One matrix of a stack of int8 weights: ``value[k, n] = codes[layer, k, n] * scale[layer, n]``.
 
-    codes: Int8[Array, "k n"]
-    scale: Float[Array, " n"]
+    The stack stays whole, so that an implementation can read its layer in place.
+    """
+
+    codes: Int8[Array, "layers k n"]
+    scale: Float[Array, "layers n"]
+    layer: Int32[Array, ""]
 
 
 Weight = Float[Array, "k n"] | Int8Weight
@@ -25,7 +29,7 @@ def linear(x: Float[Array, "rows k"], weight: Weight, *, implementation: Impleme
     """``x @ weight`` with float32 sums.
 
     Args:
-        x: activations, float32.
+        x: activations.
         weight: a float32 or bf16 matrix, or int8 codes with one scale an output channel.
         implementation: which code runs; there is no fall-back.
 
@@ -36,8 +40,13 @@ def linear(x: Float[Array, "rows k"], weight: Weight, *, implementation: Impleme
     Raises:
         ContractError: shapes or dtypes disagree.
     """
-    k = weight.codes.shape[0] if isinstance(weight, Int8Weight) else weight.shape[0]
+    if isinstance(weight, Int8Weight):
+        layers, k, n = weight.codes.shape
+        require(weight.codes.dtype == "int8", f"codes are {weight.codes.dtype}; they must be int8")
+        require(weight.scale.shape == (layers, n), f"scale {weight.scale.shape} must be [{layers}, {n}]")
+    else:
+        k = weight.shape[0]
     require(x.ndim == 2 and x.shape[1] == k, f"x {x.shape} must be [rows, {k}]")
-    run = {"reference": reference.linear, "xla": xla.linear}[implementation]
+    run = {"reference": reference.linear, "xla": xla.linear, "native": native.linear}[implementation]
     with jax.named_scope("linear"):
         return run(x, weight)

@@ -5,7 +5,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 
-def linear(x: Float[Array, "rows k"], weight: tuple[Array, Array] | Array) -> Float[Array, "rows n"]:
+def linear(x: Float[Array, "rows k"], weight: tuple[Array, Array, Array] | Array) -> Float[Array, "rows n"]:
     """See ``op.linear``; exact activations."""
-    full = weight[0].astype(jnp.float32) * weight[1] if isinstance(weight, tuple) else weight.astype(jnp.float32)
+    if isinstance(weight, tuple):
+        codes, scale, layer = weight
+        full = codes[layer].astype(jnp.float32) * scale[layer]
+    else:
+        full = weight.astype(jnp.float32)
     return jnp.dot(x.astype(jnp.float32), full, precision=jax.lax.Precision.HIGHEST)

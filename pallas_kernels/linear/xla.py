@@ -7,7 +7,7 @@ product, which costs nothing while reading the weights is the bound; with many r
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int8
 
 PLANE = 254
 """The second plane holds what rounding the first left, in steps of 1 / 254 of a first-plane step."""
@@ -16,17 +16,18 @@ BF16_FROM_ROWS = 48
 """Static row count from which an int8 weight is multiplied in bf16."""
 
 
-def linear(x: Float[Array, "rows k"], weight: tuple[Array, Array] | Array) -> Float[Array, "rows n"]:
+def linear(x: Float[Array, "rows k"], weight: tuple[Array, Array, Array] | Array) -> Float[Array, "rows n"]:
     """See ``op.linear``."""
     if not isinstance(weight, tuple):
         return jnp.dot(x.astype(weight.dtype), weight, preferred_element_type=jnp.float32)
-    codes, scale = weight
+    stack, scales, layer = weight
+    codes, scale = stack[layer], scales[layer]
     if x.shape[0] >= BF16_FROM_ROWS:
         return jnp.dot(x.astype(jnp.bfloat16), codes.astype(jnp.bfloat16), preferred_element_type=jnp.float32) * scale
     return two_planes(x, codes) * scale
 
 
-def two_planes(x: Float[Array, "rows k"], codes: Array) -> Float[Array, "rows n"]:
+def two_planes(x: Float[Array, "rows k"], codes: Int8[Array, "k n"]) -> Float[Array, "rows n"]:
     """``x @ codes`` with x as ``step * (high + low / PLANE)``, both planes int8 in one int32-exact product."""
     rows = x.shape[0]
     step = jnp.maximum(jnp.max(jnp.abs(x), axis=1, keepdims=True), 1e-30) / 127

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int32
 from pallas_kernels.errors import require
 from pallas_kernels.paged_prefill import reference, xla
 
-Implementation = Literal["reference", "xla"]
+Implementation = Literal["reference", "xla", "native"]
 
 
 def paged_prefill(
@@ -66,7 +66,7 @@ def paged_prefill(
         starts.shape == lengths.shape == offsets.shape == (rows,),
         f"starts {starts.shape}, lengths {lengths.shape} and offsets {offsets.shape} need one entry for each of {rows} rows",
     )
-    run = {"reference": reference.paged_prefill, "xla": xla.paged_prefill}[implementation]
+    run = {"reference": reference.paged_prefill, "xla": xla.paged_prefill, "native": xla.paged_prefill}[implementation]
     with jax.named_scope("paged_prefill"):
         return run(
             q, k, v, pages, layer, page_table, starts, lengths, offsets, window, scale=scale, softcap=softcap

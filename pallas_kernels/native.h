@@ -1,0 +1,70 @@
+// Shared by the native CPU kernels: the FFI headers, a parallel loop on XLA's own thread pool, 16-lane float arithmetic.
+#pragma once
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace zccp {
+
+namespace ffi = xla::ffi;
+
+using v16 = float __attribute__((vector_size(64)));
+
+inline v16 load(const float* p) {
+  v16 v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+inline void store(float* p, v16 v) { std::memcpy(p, &v, sizeof v); }
+inline v16 splat(float x) { return x - v16{}; }
+inline float sum(v16 v) { return _mm512_reduce_add_ps((__m512)v); }
+
+// e^x for x <= 0 to about 2 ulp: split into 2^n * e^r, a degree-6 polynomial in r. Cephes' coefficients (expf, public domain).
+inline v16 exp16(v16 x) {
+  const __m512 clamped = _mm512_max_ps((__m512)x, _mm512_set1_ps(-87.0f));
+  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(clamped, _mm512_set1_ps(1.44269504f)), 0);
+  const v16 r = (v16)clamped - (v16)n * 0.693359375f + (v16)n * 2.12194440e-4f;
+  v16 p = splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  return (v16)_mm512_scalef_ps((__m512)p, n);
+}
+
+// Runs body(i) for i in [0, items) on the calling thread and on whatever pool threads come to help. The caller takes items
+// until none is left and then waits only for those that others have begun, so that it never waits for a busy pool.
+template <typename Body>
+void parallel_for(ffi::ThreadPool& pool, int64_t items, const Body& body) {
+  struct Shared {
+    std::atomic<int64_t> next{0}, done{0};
+  };
+  const int64_t helpers = std::min<int64_t>(pool.num_threads() - 1, items - 1);
+  if (helpers <= 0) {
+    for (int64_t i = 0; i < items; ++i) body(i);
+    return;
+  }
+  auto shared = std::make_shared<Shared>();
+  auto work = [shared, items, &body] {
+    for (int64_t i; (i = shared->next.fetch_add(1, std::memory_order_relaxed)) < items;) {
+      body(i);
+      shared->done.fetch_add(1, std::memory_order_release);
+    }
+  };
+  for (int64_t h = 0; h < helpers; ++h) pool.Schedule([work] { work(); });
+  work();
+  while (shared->done.load(std::memory_order_acquire) < items) _mm_pause();
+}
+
+}  // namespace zccp

@@ -1,0 +1,85 @@
+"""The native CPU kernels: compiles ``*/native.cc`` into one shared library and makes it known to XLA.
+
+Owns the compiler's command line and the list of XLA call targets. A library belongs to the programs that call it: it is
+built beside them, for the same instruction sets, and registered before they are loaded.
+"""
+
+import ctypes
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import jax
+
+CALLS = ("zccp_linear_int8", "zccp_paged_decode")
+"""XLA call targets that the library defines."""
+
+REQUIRED_FEATURES = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512_vnni"})
+"""Instruction sets without which the kernels cannot run."""
+
+_SOURCES = Path(__file__).parent
+_FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-Wall", "-Wextra", "-Wno-maybe-uninitialized")
+_TIMEOUT_S = 300
+_loaded: list[ctypes.CDLL] = []
+
+
+class NativeBuildError(RuntimeError):
+    """The library could not be compiled; the message holds the compiler's words."""
+
+
+def compiler() -> str | None:
+    """The C++ compiler of this host, if it has one."""
+    return shutil.which("g++") or shutil.which("c++")
+
+
+def compile_library() -> bytes:
+    """The kernels compiled for this host's CPU, as the bytes of a shared library.
+
+    Raises:
+        NativeBuildError: there is no compiler, or it fails.
+    """
+    command = compiler()
+    if command is None:
+        raise NativeBuildError("no C++ compiler (g++ or c++) was found; install one, or plan for implementation xla")
+    sources = sorted(str(file) for file in _SOURCES.glob("*/native.cc"))
+    includes = (f"-I{_SOURCES.parent}", "-isystem", jax.ffi.include_dir())
+    with tempfile.TemporaryDirectory() as scratch:
+        result = Path(scratch) / "native.so"
+        try:
+            subprocess.run(  # noqa: S603 - a fixed command on our own sources
+                [command, *_FLAGS, *includes, *sources, "-o", str(result)],
+                check=True,
+                capture_output=True,
+                text=True,
+                timeout=_TIMEOUT_S,
+            )
+        except subprocess.CalledProcessError as error:
+            raise NativeBuildError(f"{command} failed on the native kernels:\n{error.stderr[-4000:]}") from error
+        except subprocess.TimeoutExpired as error:
+            raise NativeBuildError(f"{command} did not finish the native kernels within {_TIMEOUT_S} s") from error
+        return result.read_bytes()
+
+
+def register(library: bytes) -> None:
+    """Load a library and make its kernels known to XLA; does nothing after the first time in a process.
+
+    The bytes are loaded from memory, so that what runs is what the caller has verified.
+
+    Raises:
+        NativeBuildError: they are no such library.
+    """
+    if _loaded:
+        return
+    descriptor = os.memfd_create("zccp-native")
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(library)
+        file.flush()
+        try:
+            loaded = ctypes.CDLL(f"/proc/self/fd/{descriptor}")
+            for name in CALLS:
+                jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(loaded, name)), platform="cpu")
+        except (OSError, AttributeError) as error:
+            raise NativeBuildError(f"{len(library)} bytes are no library of native kernels: {error}") from error
+    _loaded.append(loaded)
