@@ -16,9 +16,6 @@ import jax
 CALLS = ("zccp_linear_int8", "zccp_paged_decode")
 """XLA call targets that the library defines."""
 
-REQUIRED_FEATURES = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512_vnni"})
-"""Instruction sets without which the kernels cannot run."""
-
 _SOURCES = Path(__file__).parent
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-Wall", "-Wextra", "-Wno-maybe-uninitialized")
 _TIMEOUT_S = 300

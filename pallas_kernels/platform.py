@@ -8,6 +8,9 @@ _RELEVANT = (
     "amx", "avx", "bmi", "f16c", "fma", "movbe", "sse4", "asimd", "bf16", "i8mm", "sve",
 )  # fmt: skip
 
+NATIVE_FEATURES = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512_vnni"})
+"""Instruction sets without which the native CPU kernels cannot run."""
+
 
 def cpu_model() -> str:
     """The CPU's own name, for reports; ``unknown`` where the system does not tell."""

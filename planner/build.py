@@ -8,15 +8,11 @@ from pathlib import Path
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from pallas_kernels import native
-from pallas_kernels.platform import cpu_features
-from planner.architecture import ModelArchitecture
 from planner.buckets import Bucket
-from planner.formats import KvFormat
 from planner.memory import MemoryPlan, memory_plan
 from planner.plan import Plan
 from planner.program import Program, compile_program
 from planner.store import StoreError, open_store, write_store
-from planner.target import Target
 
 Progress = Callable[[int, int, str], None]
 """Called with (done, total, name of the newest program)."""
@@ -93,20 +89,3 @@ def compile_all(plan: Plan, progress: Progress, threads: int) -> dict[Bucket, Pr
             programs[bucket] = future.result()
             progress(len(programs), len(buckets), bucket.name)
     return {bucket: programs[bucket] for bucket in buckets}
-
-
-def best_implementation(target: Target, architecture: ModelArchitecture, kv_format: KvFormat) -> str:
-    """The fastest code path that this host can build for a target: ``native`` where it can run, else ``xla``."""
-    able = (
-        target.name == "cpu_native"
-        and cpu_features_suffice()
-        and native.compiler() is not None
-        and kv_format is KvFormat.FLOAT32
-        and architecture.head_dim % 16 == 0
-    )
-    return "native" if able else "xla"
-
-
-def cpu_features_suffice() -> bool:
-    """Whether this host's CPU has what the native kernels need."""
-    return native.REQUIRED_FEATURES <= set(cpu_features())

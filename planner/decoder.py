@@ -21,8 +21,9 @@ from pallas_kernels.paged_decode.op import paged_decode
 from pallas_kernels.paged_prefill.op import paged_prefill
 from pallas_kernels.paged_prefill.reference import row_of_token
 from pallas_kernels.sample.op import Sampled, SampleRows, sample
+from planner import batch
 from planner.architecture import Activation, ModelArchitecture
-from planner.batch import NUM_INTS, NUM_SUPPRESSED, NUM_TOP_LOGPROBS, Float as F, Int as I
+from planner.batch import NUM_INTS, NUM_SUPPRESSED, NUM_TOP_LOGPROBS
 from planner.formats import WeightForm
 from planner.rope import rotary_tables, rotate
 
@@ -36,8 +37,8 @@ _OUTSIDE_LAYERS = ("embed", "final_norm", "head", "head.codes", "head.scale")
 class Numerics:
     """How the arithmetic of a program is done.
 
-    ``implementation`` names the code path of every op. Attention products of a prefill are in bf16 unless the weights are
-    float32; everything between products is float32, or bf16 for bf16 weights.
+    ``implementation`` names the code path of every op. Attention products of a prefill are in bf16 unless the weights
+    are float32; everything between products is float32, or bf16 for bf16 weights.
     """
 
     form: WeightForm
@@ -188,10 +189,8 @@ class Layer(nn.Module):
 
     def _feed_forward(self, x: Float[Array, "tokens embed"], data: LayerData) -> Float[Array, "tokens embed"]:
         gate, up = jnp.split(self._linear("gate_up", x, data), 2, axis=-1)
-        if self.architecture.activation is Activation.SILU:
-            gate = nn.silu(gate)
-        else:
-            gate = nn.gelu(gate, approximate=True)
+        silu = self.architecture.activation is Activation.SILU
+        gate = nn.silu(gate) if silu else nn.gelu(gate, approximate=True)
         return self._linear("down", gate * up, data)
 
 
@@ -275,12 +274,10 @@ def decode_step(
     The columns are those of ``planner.batch``; row i is slot i.
     """
     slots = ints.shape[0]
-    page_table, lengths = ints[:, NUM_INTS:], ints[:, I.START]
-    context = DecodeContext(state.pages, page_table, jnp.where(ints[:, I.LENGTH] > 0, lengths, 0))
-    hidden, new = Decoder(architecture, numerics).apply(
-        parameters(weights), state.last_ids[:slots], lengths, context
-    )
-    in_use = ints[:, I.LENGTH] > 0
+    page_table, lengths = ints[:, NUM_INTS:], ints[:, batch.Int.START]
+    context = DecodeContext(state.pages, page_table, jnp.where(ints[:, batch.Int.LENGTH] > 0, lengths, 0))
+    hidden, new = Decoder(architecture, numerics).apply(parameters(weights), state.last_ids[:slots], lengths, context)
+    in_use = ints[:, batch.Int.LENGTH] > 0
     pages = _write(state.pages, new, page_table, jnp.arange(slots), lengths, in_use, numerics)
     logits = logits_of(architecture, numerics, weights, hidden)
     return _sample(state, pages, logits, ints, floats, lengths + 1, numerics)
@@ -296,7 +293,7 @@ def prefill_step(
     floats: Float[Array, "rows float_columns"],
 ) -> tuple[DeviceState, Sampled]:
     """Process prompt chunks; rows whose chunk ends their prompt sample their first id into their slot."""
-    page_table, starts, lengths, offsets = (ints[:, NUM_INTS:], ints[:, I.START], ints[:, I.LENGTH], ints[:, I.OFFSET])
+    page_table, starts, lengths, offsets = (ints[:, NUM_INTS:], ints[:, batch.Int.START], ints[:, batch.Int.LENGTH], ints[:, batch.Int.OFFSET])
     row = row_of_token(lengths, offsets, tokens.shape[0])
     safe_row = jnp.minimum(row, ints.shape[0] - 1)
     positions = starts[safe_row] + jnp.arange(tokens.shape[0]) - offsets[safe_row]
@@ -342,28 +339,28 @@ def _sample(
 ) -> tuple[DeviceState, Sampled]:
     num_slots = state.last_ids.shape[0]
     rows = SampleRows(
-        slot=jnp.clip(ints[:, I.SLOT], 0, num_slots - 1),
+        slot=jnp.clip(ints[:, batch.Int.SLOT], 0, num_slots - 1),
         position=positions,
-        seed_low=ints[:, I.SEED_LOW],
-        seed_high=ints[:, I.SEED_HIGH],
-        temperature=floats[:, F.TEMPERATURE],
-        top_k=ints[:, I.TOP_K],
-        top_p=floats[:, F.TOP_P],
-        min_p=floats[:, F.MIN_P],
-        repetition=floats[:, F.REPETITION],
-        presence=floats[:, F.PRESENCE],
-        frequency=floats[:, F.FREQUENCY],
-        penalised=ints[:, I.PENALISED],
-        biased=ints[:, I.BIASED],
-        suppressed=ints[:, I.SUPPRESSED : I.SUPPRESSED + NUM_SUPPRESSED],
-        top_logprobs=ints[:, I.TOP_LOGPROBS],
+        seed_low=ints[:, batch.Int.SEED_LOW],
+        seed_high=ints[:, batch.Int.SEED_HIGH],
+        temperature=floats[:, batch.Float.TEMPERATURE],
+        top_k=ints[:, batch.Int.TOP_K],
+        top_p=floats[:, batch.Float.TOP_P],
+        min_p=floats[:, batch.Float.MIN_P],
+        repetition=floats[:, batch.Float.REPETITION],
+        presence=floats[:, batch.Float.PRESENCE],
+        frequency=floats[:, batch.Float.FREQUENCY],
+        penalised=ints[:, batch.Int.PENALISED],
+        biased=ints[:, batch.Int.BIASED],
+        suppressed=ints[:, batch.Int.SUPPRESSED : batch.Int.SUPPRESSED + NUM_SUPPRESSED],
+        top_logprobs=ints[:, batch.Int.TOP_LOGPROBS],
     )
     out = sample(
         logits, rows, state.counts, state.bias, num_top=min(NUM_TOP_LOGPROBS, logits.shape[1]),
         implementation=numerics.implementation,
     )  # fmt: skip
     # rows that sample nothing write outside, where the write is dropped
-    target = jnp.where(ints[:, I.SAMPLE] > 0, ints[:, I.SLOT], num_slots)
+    target = jnp.where(ints[:, batch.Int.SAMPLE] > 0, ints[:, batch.Int.SLOT], num_slots)
     return DeviceState(
         pages=pages,
         last_ids=state.last_ids.at[target].set(out.ids, mode="drop"),

@@ -6,9 +6,11 @@ jax and never looks at the machine: what it needs to know of memory comes in as 
 
 import hashlib
 import json
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from pallas_kernels.platform import NATIVE_FEATURES
 from planner.architecture import ModelArchitecture
 from planner.buckets import Bucket, Lattice, Phase
 from planner.formats import KvFormat, WeightForm
@@ -28,7 +30,8 @@ class PlanError(ValueError):
 class Plan:
     """What a node serves and with which static shapes. Lengths in tokens, ``prefill_budget`` in ids a step.
 
-    ``implementation`` is the code path of every op: ``xla`` runs anywhere, ``native`` needs AVX512-VNNI and float32 pages.
+    ``implementation`` is the code path of every op: ``xla`` runs anywhere, ``native`` needs AVX512-VNNI and float32
+    pages.
     """
 
     architecture: ModelArchitecture
@@ -167,6 +170,21 @@ def make_plan(
         prefill_budget=prefill_chunk,
         implementation=implementation,
     )
+
+
+def default_implementation(
+    architecture: ModelArchitecture, target: str, kv_format: KvFormat, cpu_features: Collection[str]
+) -> str:
+    """The fastest code path for a target: ``native`` on a CPU that has what it needs, else ``xla``.
+
+    Args:
+        architecture: the model.
+        target: name of the target.
+        kv_format: how pages hold keys and values.
+        cpu_features: instruction sets of the host that will serve.
+    """
+    able = target == "cpu_native" and kv_format is KvFormat.FLOAT32 and architecture.head_dim % 16 == 0
+    return "native" if able and set(cpu_features) >= NATIVE_FEATURES else "xla"
 
 
 def _doublings(smallest: int, largest: int, factor: int) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """Program: one compiled executable with its bucket and cost; and how programs are lowered, saved and loaded.
 
-Owns the argument shapes of every phase. A program takes arrays of exactly these shapes and refuses all others; nothing is
-ever compiled by calling one.
+Owns the argument shapes of every phase. A program takes arrays of exactly these shapes and refuses all others; nothing
+is ever compiled by calling one.
 """
 
 import functools

@@ -2,10 +2,11 @@
 
 Owns the transformation of a float32 weight tree into the int8 form. Two steps make eight bits a weight enough:
 
-1. *Rotation.* The norm weights are folded into the products that follow, and the residual stream is turned by one random
-   orthogonal matrix, folded into everything that reads or writes it. The function of the model is unchanged, but no
-   channel stands out any more, so that one scale an output channel fits every weight of its column. A model whose layers
-   normalise again before they add to the residual stream (``post_norms``) has no such freedom and stays unrotated.
+1. *Rotation.* The norm weights are folded into the products that follow, and the residual stream is turned by one
+   random orthogonal matrix, folded into everything that reads or writes it. The function of the model is unchanged, but
+   no channel stands out any more, so that one scale an output channel fits every weight of its column. A model whose
+   layers normalise again before they add to the residual stream (``post_norms``) has no such freedom and stays
+   unrotated.
 2. *Error feedback.* The rows of a weight are rounded in turn, and what rounding one row did to the layer's output is
    taken back by the rows not yet rounded, as far as the correlation of the layer's inputs allows.
 
@@ -61,7 +62,9 @@ def quantize(
         CalibrationError: too few ids, or ids outside the vocabulary.
     """
     if ids.ndim != 2 or ids.size < 512:
-        raise CalibrationError(f"calibration ids of shape {ids.shape}; at least 512 ids in [windows, length] are needed")
+        raise CalibrationError(
+            f"calibration ids of shape {ids.shape}; at least 512 ids in [windows, length] are needed"
+        )
     if ids.min() < 0 or ids.max() >= architecture.vocab:
         raise CalibrationError(
             f"calibration ids lie in {ids.min()}..{ids.max()}; the vocabulary has the ids 0..{architecture.vocab - 1}"
@@ -138,7 +141,9 @@ def round_with_feedback(weight: np.ndarray, gram: np.ndarray) -> tuple[np.ndarra
     return codes, scale.astype(np.float32)
 
 
-def _layer_runner(architecture: ModelArchitecture, length: int) -> Callable[..., tuple[jax.Array, dict[str, jax.Array]]]:
+def _layer_runner(
+    architecture: ModelArchitecture, length: int
+) -> Callable[..., tuple[jax.Array, dict[str, jax.Array]]]:
     """One jitted layer over one window of fresh text: (weights, hidden, index) -> (hidden, Gram matrices)."""
     module = Layer(architecture, Numerics(WeightForm.FLOAT32, "xla"))
     positions = jnp.arange(length)
@@ -167,12 +172,13 @@ def _layer_runner(architecture: ModelArchitecture, length: int) -> Callable[...,
 
 
 def _grams(
-    run: Callable[..., tuple[jax.Array, dict[str, jax.Array]]], layer: dict[str, np.ndarray], hidden: jax.Array, index: int
+    run: Callable[..., tuple[jax.Array, dict[str, jax.Array]]],
+    layer: dict[str, np.ndarray],
+    hidden: jax.Array,
+    index: int,
 ) -> dict[str, np.ndarray]:
     total: dict[str, np.ndarray] = {}
     for window in hidden:
         for name, gram in run(layer, window, index)[1].items():
             total[name] = total.get(name, 0.0) + np.asarray(gram)
     return total
-
-

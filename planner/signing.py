@@ -1,4 +1,4 @@
-"""Signing keys of program stores: Ed25519, a private half on the build host, a public half wherever programs are loaded.
+"""Signing keys of program stores: Ed25519, private on the build host, public wherever programs are loaded.
 
 Owns the key files. A local key is made at first use; operators bring their own for release stores.
 """

@@ -1,8 +1,9 @@
 """Program store: the directory of compiled programs that a build host writes and a node loads.
 
-Owns its format: ``manifest.json``, ``manifest.sig`` (Ed25519 over the manifest's bytes) one ``<key>.zst`` a program and
-``native.so`` where programs call native kernels; their SHA-256 stand in the manifest. Nothing is unpickled before signature and hash are verified, and nothing is loaded
-that was built from another plan, by other versions, for other instruction sets or from other kernel sources.
+Owns its format: ``manifest.json``, ``manifest.sig`` (Ed25519 over the manifest's bytes), one ``<key>.zst`` a program and
+``native.so`` where programs call native kernels; their SHA-256 stand in the manifest. Nothing is unpickled before
+signature and hash are verified, and nothing is loaded that was built from another plan, by other versions, for other
+instruction sets or from other kernel sources.
 """
 
 import hashlib
@@ -115,7 +116,9 @@ def write_store(
         (scratch / SIGNATURE).write_bytes(key.sign(text))
         _replace(directory, scratch)
     except OSError as error:
-        raise StoreError(f"program store {directory} cannot be written: {error}; free space or choose another") from error
+        raise StoreError(
+            f"program store {directory} cannot be written: {error}; free space or choose another"
+        ) from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
@@ -232,11 +235,8 @@ def _target_lines(store: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[s
     if store.get("name") != wanted["name"]:
         return [f"target: the store is for {store.get('name')}, needed is {wanted['name']}"]
     has, needs = set(wanted["features"]), set(store.get("features", ()))
-    if wanted["name"].endswith("_native"):
-        fits = has == needs
-    else:
-        fits = needs <= set(cpu_features())
-    if fits:
+    # a native target is exactly its host; any other one runs wherever its instruction sets are
+    if has == needs if wanted["name"].endswith("_native") else needs <= set(cpu_features()):
         return []
     missing, extra = sorted(needs - has), sorted(has - needs)
     return [f"target features: the store needs {missing or 'no more'} which this CPU lacks; it has {extra} besides"]
@@ -264,7 +264,9 @@ def _kernel_sources() -> str:
     digest = hashlib.sha256()
     kernels = Path(str(resources.files("pallas_kernels")))
     planner = Path(str(resources.files("planner")))
-    files = sorted(file for file in kernels.rglob("*") if file.suffix in (".py", ".cc", ".h")) + [planner / name for name in _PLANNER_SOURCES]
+    files = sorted(file for file in kernels.rglob("*") if file.suffix in (".py", ".cc", ".h")) + [
+        planner / name for name in _PLANNER_SOURCES
+    ]
     for file in files:
         digest.update(f"{file.parent.name}{os.sep}{file.name}\n".encode())
         digest.update(file.read_bytes())
