@@ -64,8 +64,7 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values; equal plans give equal documents."""
-        document = {name: getattr(self, name) for name in self.__slots__ if name not in ("architecture", "lattice")}
-        return {**document, "architecture": self.architecture.to_json(), "lattice": asdict(self.lattice)}
+        return json.loads(json.dumps(asdict(self)))
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> "Plan":
@@ -123,9 +122,9 @@ def make_plan(
         PlanError: a setting is out of range, or the pool would not hold one sequence.
     """
     context = context or architecture.context
-    if context > architecture.context:
+    if not 1 <= context <= architecture.context:
         raise PlanError(
-            f"context {context} passes the {architecture.context} positions that the model was made for; lower it"
+            f"context {context} is outside 1..{architecture.context}, the positions that the model was made for"
         )
     if page_size not in PAGE_SIZES:
         raise PlanError(f"page_size {page_size} is not one of {PAGE_SIZES}")
@@ -144,6 +143,8 @@ def make_plan(
         raise PlanError(f"prefill_chunk {prefill_chunk} must be a multiple of 16 in {_SMALLEST_CHUNK}..8192")
     if not 1 <= prefill_slots <= prefill_chunk:
         raise PlanError(f"prefill_slots {prefill_slots} is outside 1..{prefill_chunk}, the prefill chunk")
+    if kv_bytes < 0:
+        raise PlanError(f"kv_bytes {kv_bytes} is below 0; give the bytes of the page pool, or 0 for room for every slot")
     page_bytes = int(page_size * architecture.kv_bytes_per_token(_ELEMENT_BYTES[kv_format]))
     width = -(-context // page_size)
     num_pages = kv_bytes // page_bytes if kv_bytes else slots * width
