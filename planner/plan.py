@@ -143,8 +143,6 @@ def make_plan(
         raise PlanError(f"prefill_chunk {prefill_chunk} must be a multiple of 16 in {_SMALLEST_CHUNK}..8192")
     if not 1 <= prefill_slots <= prefill_chunk:
         raise PlanError(f"prefill_slots {prefill_slots} is outside 1..{prefill_chunk}, the prefill chunk")
-    if kv_bytes < 0:
-        raise PlanError(f"kv_bytes {kv_bytes} is below 0; give the bytes of the page pool, or 0 for room for every slot")
     page_bytes = int(page_size * architecture.kv_bytes_per_token(_ELEMENT_BYTES[kv_format]))
     width = -(-context // page_size)
     num_pages = kv_bytes // page_bytes if kv_bytes else slots * width
