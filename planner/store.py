@@ -31,6 +31,7 @@ from planner.target import Target, find_target
 SCHEMA = 1
 MANIFEST, SIGNATURE, LIBRARY = "manifest.json", "manifest.sig", "native.so"
 _LEVEL = 3
+_SHAPES_ONLY = ("cases.py", "model_shapes.py")
 _PLANNER_SOURCES = ("batch.py", "decoder.py", "program.py", "rope.py", "weights.py")
 
 
@@ -97,9 +98,10 @@ def write_store(
     Raises:
         StoreError: the disk is full or the directory cannot be written; the old store is untouched.
     """
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+    scratch: Path | None = None
     try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
         entries: list[dict[str, Any]] = []
         for bucket, program in programs.items():
             packed = zstandard.compress(serialise(program), _LEVEL)
@@ -120,7 +122,8 @@ def write_store(
             f"program store {directory} cannot be written: {error}; free space or choose another"
         ) from error
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        if scratch is not None:
+            shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _replace(directory: Path, scratch: Path) -> None:
@@ -128,7 +131,12 @@ def _replace(directory: Path, scratch: Path) -> None:
     scratch.chmod(0o755)
     if directory.exists():
         directory.rename(old)
-    scratch.rename(directory)
+    try:
+        scratch.rename(directory)
+    except OSError:
+        if old.exists():
+            old.rename(directory)
+        raise
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -150,16 +158,23 @@ class ProgramStore:
         """
         if self.library_sha256 is None:
             return
-        path = self.directory / LIBRARY
-        if not path.is_file():
-            raise StoreError(f"{path} is missing; rebuild it with: zccp build")
-        library = path.read_bytes()
-        if hashlib.sha256(library).hexdigest() != self.library_sha256:
-            raise StoreUntrustedError(f"{path} is not the one that was signed; rebuild it with: zccp build")
+        library = self._signed(LIBRARY, self.library_sha256)
         try:
             native.register(library)
         except native.NativeBuildError as error:
-            raise StoreError(f"{path}: {error}; rebuild it with: zccp build") from error
+            raise StoreError(f"{self.directory / LIBRARY}: {error}; rebuild it with: zccp build") from error
+
+    def verify(self) -> None:
+        """Check that everything the manifest lists is there with the signed bytes, without loading any of it.
+
+        Raises:
+            StoreError: a program or the library is missing.
+            StoreUntrustedError: the bytes of one are not the signed ones.
+        """
+        for bucket in self.plan.buckets():
+            self._packed(bucket)
+        if self.library_sha256 is not None:
+            self._signed(LIBRARY, self.library_sha256)
 
     def load(self, bucket: Bucket) -> Program:
         """One program, its bytes checked against the signed hash first.
@@ -168,20 +183,29 @@ class ProgramStore:
             StoreError: the program is not in the store.
             StoreUntrustedError: its bytes are not the signed ones.
         """
-        key = program_key(self.plan, bucket)
-        entry = self.entries.get(key)
-        path = self.directory / f"{key}.zst"
-        if entry is None or not path.is_file():
-            raise StoreError(f"program {key} is missing from {self.directory}; rebuild it with: zccp build")
-        packed = path.read_bytes()
-        if hashlib.sha256(packed).hexdigest() != entry.sha256:
-            raise StoreUntrustedError(f"program {path} is not the one that was signed; rebuild it with: zccp build")
+        entry, packed = self._packed(bucket)
         return deserialise(self.plan, bucket, entry.cost, zstandard.decompress(packed))
 
     def load_all(self) -> Iterator[Program]:
         """Every program of the plan, the native kernels first."""
         self.register_library()
         return (self.load(bucket) for bucket in self.plan.buckets())
+
+    def _packed(self, bucket: Bucket) -> tuple[StoreEntry, bytes]:
+        key = program_key(self.plan, bucket)
+        entry = self.entries.get(key)
+        if entry is None:
+            raise StoreError(f"program {key} is not in the manifest of {self.directory}; rebuild it with: zccp build")
+        return entry, self._signed(f"{key}.zst", entry.sha256)
+
+    def _signed(self, name: str, sha256: str) -> bytes:
+        path = self.directory / name
+        if not path.is_file():
+            raise StoreError(f"{path} is missing; rebuild it with: zccp build")
+        content = path.read_bytes()
+        if hashlib.sha256(content).hexdigest() != sha256:
+            raise StoreUntrustedError(f"{path} is not the file that was signed; rebuild it with: zccp build")
+        return content
 
 
 def open_store(directory: Path, plan: Plan, key: Ed25519PublicKey) -> ProgramStore:
@@ -234,12 +258,12 @@ def differences(manifest: Mapping[str, Any], plan: Plan) -> tuple[str, ...]:
 def _target_lines(store: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
     if store.get("name") != wanted["name"]:
         return [f"target: the store is for {store.get('name')}, needed is {wanted['name']}"]
-    has, needs = set(wanted["features"]), set(store.get("features", ()))
+    has, needs = set(cpu_features()), set(store.get("features", ()))
     # a native target is exactly its host; any other one runs wherever its instruction sets are
-    if has == needs if wanted["name"].endswith("_native") else needs <= set(cpu_features()):
+    if has == needs if wanted["name"].endswith("_native") else needs <= has:
         return []
     missing, extra = sorted(needs - has), sorted(has - needs)
-    return [f"target features: the store needs {missing or 'no more'} which this CPU lacks; it has {extra} besides"]
+    return [f"target features: this CPU lacks {missing}; it has {extra} besides what the store was built for"]
 
 
 def _plan_lines(store: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
@@ -264,9 +288,10 @@ def _kernel_sources() -> str:
     digest = hashlib.sha256()
     kernels = Path(str(resources.files("pallas_kernels")))
     planner = Path(str(resources.files("planner")))
-    files = sorted(file for file in kernels.rglob("*") if file.suffix in (".py", ".cc", ".h")) + [
-        planner / name for name in _PLANNER_SOURCES
-    ]
+    files = sorted(
+        file for file in kernels.rglob("*") if file.suffix in (".py", ".cc", ".h") and file.name not in _SHAPES_ONLY
+    )
+    files += [planner / name for name in _PLANNER_SOURCES]
     for file in files:
         digest.update(f"{file.parent.name}{os.sep}{file.name}\n".encode())
         digest.update(file.read_bytes())
