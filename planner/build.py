@@ -50,6 +50,7 @@ def build(
     if not force:
         try:
             store = open_store(directory, plan, key.public_key())
+            store.verify()
         except StoreError:
             pass
         else:
