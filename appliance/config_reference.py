@@ -5,7 +5,7 @@ Owns the table of keys. Reads type information only.
 
 from dataclasses import asdict, dataclass
 
-from msgspec import inspect
+from msgspec import NODEFAULT, inspect
 
 from appliance.config import ENVIRONMENT, ApplianceConfig
 
@@ -90,6 +90,6 @@ def _range(kind: inspect.Type) -> str:
 
 def _default(key: inspect.Field) -> str:
     value = key.default
-    if value is inspect.NODEFAULT or value is None or value in ("", ()):
+    if value is NODEFAULT or value is None or value in ("", ()):
         return "empty"
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"

@@ -4,12 +4,11 @@ Owns the defaults of the engine section and the layout of the state directory be
 process, the engine, the builder and, for the context length, by workers; never imports jax.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from appliance.config import ApplianceConfig
 from appliance.host.segments import SEGMENT_TOKENS
-from appliance.model.record import ModelRecord, ModelRecordError, read_record
+from appliance.model.record import ModelRecord
 from planner.architecture import ModelArchitecture
 from planner.formats import KvFormat, WeightForm
 from planner.plan import Plan, make_plan
@@ -23,56 +22,9 @@ DEFAULT_KV_BYTES = 2 << 30
 """Size of the page pool where none is configured, raised to hold one sequence of full length."""
 
 
-class ModelMissingError(RuntimeError):
-    """The configured model is not in the store; the message says how to get it."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoredModel:
-    """A model of the store: its folder and its record."""
-
-    folder: Path
-    record: ModelRecord
-
-
-def models_directory(home: Path) -> Path:
-    """Where the model store lies."""
-    return home / "models"
-
-
-def stored_models(home: Path) -> list[StoredModel]:
-    """Every readable model of the store, by name; a damaged one is left out."""
-    found: list[StoredModel] = []
-    directory = models_directory(home)
-    for folder in sorted(directory.iterdir()) if directory.is_dir() else []:
-        try:
-            found.append(StoredModel(folder, read_record(folder)))
-        except ModelRecordError:
-            continue
-    return found
-
-
-def find_model(home: Path, reference: str) -> StoredModel:
-    """The stored model of that name, or the one that was fetched from that reference.
-
-    Raises:
-        ModelMissingError: there is none.
-    """
-    models = stored_models(home)
-    for wanted in (lambda m: m.record.name == reference, lambda m: m.record.reference == reference):
-        for model in models:
-            if wanted(model):
-                return model
-    names = ", ".join(model.record.name for model in models) or "none"
-    raise ModelMissingError(
-        f"model {reference!r} is not in the store {models_directory(home)} (stored: {names});"
-        f" fetch it with: zccp models pull {reference}"
-    )
-
-
-def store_directory(home: Path, model: StoredModel) -> Path:
-    """Where the programs of a model lie."""
-    return home / "programs" / model.folder.name
+def store_directory(home: Path, folder: Path) -> Path:
+    """Where the programs of the model in ``folder`` lie."""
+    return home / "programs" / folder.name
 
 
 def signing_key_file(home: Path) -> Path:

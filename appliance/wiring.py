@@ -14,7 +14,7 @@ from appliance.engine_metrics import EngineObserver
 from appliance.engine_ports import Gateway, ProgramSet
 from appliance.model.record import read_record, weights_folder
 from appliance.model.store import restore
-from appliance.planning import StoredModel, plan_for, signing_key_file, store_directory
+from appliance.planning import plan_for, signing_key_file, store_directory
 from appliance.submission import ModelLimits
 from planner.buckets import Bucket, Phase
 from planner.pages import PagePool
@@ -47,7 +47,7 @@ def build_engine(
     plan = plan_for(config, record)
     announce("verifying the program store")
     key = local_key(signing_key_file(config.home)).public_key()
-    store = open_store(store_directory(config.home, StoredModel(folder, record)), plan, key)
+    store = open_store(store_directory(config.home, folder), plan, key)
     announce("loading programs")
     programs = {program.bucket: program for program in store.load_all()}
     announce("restoring weights")

@@ -1,0 +1,96 @@
+"""From a model reference to everything that serving needs on disk: model, weights in the plan's form, programs.
+
+Owns the order of these steps for the command line; each is done elsewhere. Imports jax through the parts, so the main
+process of a running appliance never imports this module.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from appliance.config import ApplianceConfig
+from appliance.model.checkpoint import Progress
+from appliance.model.library import ModelLibrary
+from appliance.model.record import read_record, weights_folder
+from appliance.model.store import convert
+from appliance.planning import plan_for, signing_key_file, store_directory
+from planner.architecture import ModelArchitecture
+from planner.build import BuildReport, build
+from planner.formats import WeightForm
+from planner.quantize import quantize
+from planner.signing import local_key
+
+CalibrationIds = Callable[[Path], np.ndarray]
+"""Gives int32 [windows, length] ids of calibration text for the model in a folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """Converted weights; ``fresh`` says whether they were made now."""
+
+    folder: Path
+    weights: Path
+    form: WeightForm
+    fresh: bool
+
+
+def convert_model(
+    home: Path,
+    reference: str,
+    form: WeightForm,
+    calibration: CalibrationIds,
+    progress: Progress,
+    *,
+    force: bool = False,
+) -> Converted:
+    """Bring a model in and convert its weights, unless that has been done.
+
+    Raises:
+        CatalogError: the model cannot be had.
+        CheckpointError: its files cannot be served.
+        StoreError: the weights cannot be written.
+    """
+    library = ModelLibrary(home)
+    folder = library.ensure(reference, progress)
+    weights = weights_folder(folder, form)
+    if weights.is_dir() and not force:
+        return Converted(folder, weights, form, fresh=False)
+    checkpoint = library.open(folder)
+    transform = None
+    if form is WeightForm.INT8:
+        transform = _rounding(checkpoint.architecture, calibration(folder), progress)
+    convert(checkpoint, weights, form, transform, progress)
+    return Converted(folder, weights, form, fresh=True)
+
+
+def build_programs(
+    config: ApplianceConfig, calibration: CalibrationIds, progress: Progress, *, force: bool = False
+) -> BuildReport:
+    """Bring the configured model in, convert it, and compile every program of its plan.
+
+    Raises:
+        PlanError: the settings cannot be planned.
+        StoreError: the store cannot be written.
+    """
+    folder = ModelLibrary(config.home).ensure(config.model.reference, progress)
+    plan = plan_for(config, read_record(folder))
+    convert_model(config.home, config.model.reference, plan.weight_form, calibration, progress)
+    key = local_key(signing_key_file(config.home))
+    return build(
+        plan,
+        store_directory(config.home, folder),
+        key,
+        lambda done, total, name: progress(f"compiled {name}", done, total),
+        force=force,
+    )
+
+
+def _rounding(
+    architecture: ModelArchitecture, ids: np.ndarray, progress: Progress
+) -> Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]:
+    def transform(tree: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return quantize(architecture, tree, ids, lambda done, total: progress("rounding weights", done, total))
+
+    return transform

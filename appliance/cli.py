@@ -1,0 +1,481 @@
+"""The command line: ``zccp`` and its verbs.
+
+Owns names, options, help texts and how results are shown: results on standard output (one JSON object with ``--json``),
+progress and everything else on standard error, exit codes 0 (done), 1 (failed) and 2 (wrong use or configuration). What
+a verb does is elsewhere and imported when the verb runs, so that ``zccp --help`` is instant.
+"""
+
+import functools
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import click
+
+if TYPE_CHECKING:
+    from appliance.config import ApplianceConfig
+
+_OWN_PACKAGES = ("api.", "appliance.", "planner.", "pallas_kernels.")
+
+
+class Failure(click.ClickException):
+    """A failure with an exit code; with ``--json`` it is also a JSON object on standard output."""
+
+    def __init__(self, message: str, code: int, *, as_json: bool) -> None:
+        """Keep the code beside the message."""
+        super().__init__(message)
+        self.exit_code = code
+        self._as_json = as_json
+
+    def show(self, file: Any = None) -> None:
+        """Write the message."""
+        del file
+        if self._as_json:
+            click.echo(json.dumps({"error": self.message}))
+        click.echo(f"zccp: {self.message}", err=True)
+
+
+def _verb(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add ``--json`` and turn the project's own errors into one line and an exit code."""
+
+    @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output.")
+    @functools.wraps(function)
+    def wrapped(*args: Any, as_json: bool, **kwargs: Any) -> Any:
+        from appliance.config_rules import ConfigError  # noqa: PLC0415 - verbs only
+
+        try:
+            return function(*args, as_json=as_json, **kwargs)
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except ConfigError as error:
+            raise Failure("\n      ".join(error.problems), 2, as_json=as_json) from error
+        except Exception as error:
+            if isinstance(error, OSError) or type(error).__module__.startswith(_OWN_PACKAGES):
+                raise Failure(str(error) or type(error).__name__, 1, as_json=as_json) from error
+            raise
+
+    return wrapped
+
+
+def _configured(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add ``--config``."""
+    return click.option(
+        "--config", "config_file", type=click.Path(path_type=Path), help="YAML file; default: $ZCCP_CONFIG."
+    )(function)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+def main() -> None:
+    """Zero-Copy Context Pipeline: serves open-weight language models with programs compiled ahead of time."""
+
+
+@main.command()
+@_configured
+@click.option("--host", help="Address to listen on.")
+@click.option("--port", type=int, help="TCP port; 0 takes a free one.")
+@click.option("--workers", type=int, help="API worker processes.")
+@click.option("--model", help="Model to serve.")
+@_verb
+def serve(config_file: Path | None, as_json: bool, model: str | None, **server: Any) -> None:
+    """Serve the configured model until Ctrl-C or SIGTERM."""
+    from appliance.lifecycle import serve as run  # noqa: PLC0415
+    from appliance.model.library import ModelLibrary  # noqa: PLC0415
+    from appliance.telemetry import configure_logging  # noqa: PLC0415
+
+    config = _load(config_file, server=server, model={"reference": model})
+    configure_logging(config.log.level, "main")
+    with _Progress() as progress:
+        folder = ModelLibrary(config.home).ensure(config.model.reference, progress.update)
+
+    def announce(line: str) -> None:
+        click.echo(line, err=True)
+        if as_json:
+            click.echo(json.dumps({"ready": True, "url": line.rpartition(" ")[2]}))
+
+    sys.exit(run(config, folder, announce=announce))
+
+
+@main.command()
+@_configured
+@click.option("--target", help="What to compile for; default: this host's CPU.")
+@click.option("--model", help="Model to build for.")
+@click.option("--force", is_flag=True, help="Compile even if the store is current.")
+@_verb
+def build(config_file: Path | None, target: str | None, model: str | None, force: bool, as_json: bool) -> None:
+    """Fetch and convert the model and compile every program it needs."""
+    config = _load(config_file, engine={"target": target}, model={"reference": model})
+    from appliance.building import build_programs  # noqa: PLC0415
+
+    with _Progress() as progress:
+        report = build_programs(config, _calibration, progress.update, force=force)
+    _show(
+        {
+            "store": str(report.directory),
+            "programs": report.programs,
+            "compiled": report.compiled,
+            "bytes": report.total_bytes,
+            "max_arguments": report.max_arguments,
+            "memory_bytes": report.memory.total_bytes,
+        },
+        as_json,
+    )
+
+
+@main.command()
+@_configured
+@click.option("--model", help="Model to plan for.")
+@_verb
+def plan(config_file: Path | None, model: str | None, as_json: bool) -> None:
+    """Show the plan of a model on this configuration: shapes, pages, memory."""
+    from dataclasses import asdict  # noqa: PLC0415
+
+    config = _load(config_file, model={"reference": model})
+    from appliance.model.library import ModelLibrary  # noqa: PLC0415
+    from appliance.model.record import read_record  # noqa: PLC0415
+    from appliance.planning import plan_for  # noqa: PLC0415
+    from planner.memory import memory_plan  # noqa: PLC0415
+
+    made = plan_for(config, read_record(ModelLibrary(config.home).folder(config.model.reference)))
+    document = made.to_json()
+    if not as_json:
+        document = {name: value for name, value in document.items() if name != "architecture"}
+        document |= document.pop("lattice")
+    _show({**document, "programs": len(made.buckets()), "memory": asdict(memory_plan(made))}, as_json)
+
+
+@main.command()
+@_configured
+@click.argument("reference", required=False)
+@click.option("--form", type=click.Choice(["float32", "bf16", "int8"]), help="Weight form; default: the plan's.")
+@click.option("--force", is_flag=True, help="Convert again.")
+@_verb
+def convert(config_file: Path | None, reference: str | None, form: str | None, force: bool, as_json: bool) -> None:
+    """Convert a model's weights into the form that is served."""
+    config = _load(config_file, engine={"weight_form": form}, model={"reference": reference})
+    from appliance.building import convert_model  # noqa: PLC0415
+    from planner.formats import WeightForm  # noqa: PLC0415
+
+    wanted = WeightForm(config.engine.weight_form or WeightForm.INT8)
+    with _Progress() as progress:
+        made = convert_model(config.home, config.model.reference, wanted, _calibration, progress.update, force=force)
+    _show(
+        {"model": made.folder.name, "weights": str(made.weights), "form": str(made.form), "made": made.fresh}, as_json
+    )
+
+
+@main.command()
+@_configured
+@_verb
+def doctor(config_file: Path | None, as_json: bool) -> None:
+    """Check this installation; exit 1 if something is wrong."""
+    from dataclasses import asdict  # noqa: PLC0415
+
+    from appliance.doctor import examine, lines  # noqa: PLC0415
+
+    findings = examine(_load(config_file))
+    if as_json:
+        click.echo(json.dumps({"findings": [asdict(finding) for finding in findings]}))
+    else:
+        for line in lines(findings):
+            click.echo(line)
+    sys.exit(1 if any(finding.state == "failed" for finding in findings) else 0)
+
+
+@main.group()
+def models() -> None:
+    """The models on this machine."""
+
+
+@models.command("list")
+@_configured
+@_verb
+def models_list(config_file: Path | None, as_json: bool) -> None:
+    """Stored models and those that can be fetched by name."""
+    from appliance.model.catalog import CATALOG  # noqa: PLC0415
+    from appliance.model.library import ModelLibrary  # noqa: PLC0415
+
+    stored = {record.name: record for record in ModelLibrary(_load(config_file).home).records()}
+    rows = [
+        {"name": record.name, "stored": True, "reference": record.reference, "licence": record.licence}
+        for record in stored.values()
+    ]
+    rows += [
+        {"name": entry.name, "stored": False, "reference": entry.name, "licence": entry.licence}
+        for entry in CATALOG.values()
+        if entry.name not in stored
+    ]
+    _table("models", rows, as_json)
+
+
+@models.command("pull")
+@_configured
+@click.argument("reference")
+@_verb
+def models_pull(config_file: Path | None, reference: str, as_json: bool) -> None:
+    """Fetch a model: a catalogue name, a GGUF file, a Hugging Face directory or hf:org/name."""
+    from appliance.model.catalog import CATALOG  # noqa: PLC0415
+    from appliance.model.library import ModelLibrary  # noqa: PLC0415
+
+    entry = CATALOG.get(reference)
+    if entry is not None and entry.notice:
+        click.echo(entry.notice, err=True)
+    with _Progress() as progress:
+        folder = ModelLibrary(_load(config_file).home).ensure(reference, progress.update)
+    _show({"model": folder.name, "folder": str(folder)}, as_json)
+
+
+@main.group()
+def keys() -> None:
+    """API keys and what they have used."""
+
+
+@keys.command("add")
+@_configured
+@click.argument("tenant")
+@click.option("--expires-days", type=click.FloatRange(min=0), default=0.0, help="Days the key is valid; 0 = for ever.")
+@click.option("--requests-per-minute", type=click.IntRange(min=0), default=0, help="0 = no limit.")
+@click.option("--tokens-per-minute", type=click.IntRange(min=0), default=0, help="0 = no limit.")
+@click.option("--admin", is_flag=True, help="The key may read /metrics.")
+@_verb
+def keys_add(config_file: Path | None, tenant: str, expires_days: float, as_json: bool, **limits: Any) -> None:
+    """Make a key for TENANT and show it, this once."""
+    from appliance.keys import add  # noqa: PLC0415
+
+    key, record = add(_load(config_file).keys_file, tenant, expires_in_s=expires_days * 86_400, **limits)
+    if as_json:
+        click.echo(json.dumps({"key": key, "id": record.id, "tenant": record.tenant}))
+    else:
+        click.echo(key)
+        click.echo(f"key {record.id} for {record.tenant}; it is not stored and cannot be shown again", err=True)
+
+
+@keys.command("list")
+@_configured
+@_verb
+def keys_list(config_file: Path | None, as_json: bool) -> None:
+    """The keys there are, without their secrets."""
+    from appliance.keys import read  # noqa: PLC0415
+
+    rows = [
+        {
+            "id": record.id,
+            "tenant": record.tenant,
+            "created": _date(record.created),
+            "expires": _date(record.expires) if record.expires else "",
+            "requests_per_minute": record.requests_per_minute,
+            "tokens_per_minute": record.tokens_per_minute,
+            "admin": record.admin,
+        }
+        for record in read(_load(config_file).keys_file).keys
+    ]
+    _table("keys", rows, as_json)
+
+
+@keys.command("revoke")
+@_configured
+@click.argument("key_id")
+@_verb
+def keys_revoke(config_file: Path | None, key_id: str, as_json: bool) -> None:
+    """Make a key invalid at once."""
+    from appliance.keys import revoke  # noqa: PLC0415
+
+    record = revoke(_load(config_file).keys_file, key_id)
+    _show({"revoked": record.id, "tenant": record.tenant}, as_json)
+
+
+@keys.command("usage")
+@_configured
+@_verb
+def keys_usage(config_file: Path | None, as_json: bool) -> None:
+    """Requests and tokens of each key."""
+    from appliance.host.ledger import Ledger  # noqa: PLC0415
+    from appliance.keys import read  # noqa: PLC0415
+
+    config = _load(config_file)
+    tenants = {record.id: record.tenant for record in read(config.keys_file).keys}
+    ledger = Ledger(config.home / "usage.bin")
+    rows = [
+        {"id": u.key_id, "tenant": tenants.get(u.key_id, "(revoked)"), "requests": u.requests, "tokens": u.tokens}
+        for u in ledger.usage()
+    ]
+    ledger.close()
+    _table("usage", rows, as_json)
+
+
+@main.command(context_settings={"ignore_unknown_options": True})
+@click.argument("name")
+@click.argument("options", nargs=-1, type=click.UNPROCESSED)
+@_verb
+def bench(name: str, options: Sequence[str], as_json: bool) -> None:
+    """Run the bench NAME; OPTIONS are the bench's own."""
+    try:
+        from appliance.bench import runner  # noqa: PLC0415
+    except ImportError as error:
+        raise Failure(f"benches are not part of this installation: {error}", 2, as_json=as_json) from error
+    sys.exit(runner.main(name, [*options, *(["--json"] if as_json else [])]))
+
+
+@main.command()
+@click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="Where the appliance listens.")
+@click.option("--model", default="", help="Model to talk to; default: the served one.")
+@click.option("--key-file", type=click.File(), help="File with the API key; default: $ZCCP_API_KEY.")
+@click.option("--system", default="", help="System message.")
+@click.option("--max-tokens", type=click.IntRange(min=1), help="Longest answer.")
+@click.option("--temperature", type=click.FloatRange(0, 2), help="0 = always the likeliest token.")
+@_verb
+def chat(as_json: bool, key_file: Any, **options: Any) -> None:
+    """Talk with a running appliance; in a pipe, standard input is one message."""
+    from appliance.chat import ChatSettings, Conversation, say, talk  # noqa: PLC0415
+    from appliance.config import client_key  # noqa: PLC0415
+
+    key = key_file.read().strip() if key_file is not None else client_key()
+    conversation = Conversation(ChatSettings(key=key, **options))
+    if sys.stdin.isatty() and not as_json:
+        talk(conversation, _typed_lines(), sys.stdout, sys.stderr)
+        return
+    text = sys.stdin.read().strip()
+    if not text:
+        raise Failure("standard input is empty; give a message, or run in a terminal", 2, as_json=as_json)
+    answer = say(conversation, text, sys.stderr if as_json else sys.stdout, sys.stderr)
+    if as_json:
+        click.echo(json.dumps({"text": answer.text, "finish_reason": answer.finish_reason, "usage": answer.usage}))
+
+
+@main.command()
+@_configured
+@click.option("--reference", is_flag=True, help="Show every key with its type, default and meaning instead.")
+@_verb
+def config(config_file: Path | None, reference: bool, as_json: bool) -> None:
+    """Check the configuration and show the values in force."""
+    if reference:
+        from appliance.config_reference import reference_json, reference_markdown  # noqa: PLC0415
+
+        click.echo(json.dumps(reference_json()) if as_json else reference_markdown(), nl=as_json)
+        return
+    from appliance.config_rules import plain  # noqa: PLC0415
+
+    values = plain(_load(config_file))
+    if as_json:
+        click.echo(json.dumps(values))
+    else:
+        import yaml  # noqa: PLC0415
+
+        click.echo(yaml.safe_dump(values, sort_keys=False), nl=False)
+
+
+@main.command()
+@_verb
+def version(as_json: bool) -> None:
+    """Versions of the appliance and of what it computes with."""
+    from importlib import metadata  # noqa: PLC0415
+    from platform import python_version  # noqa: PLC0415
+
+    found = {"python": python_version()}
+    for name in ("zccp", "jax", "jaxlib", "litestar"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed as a package"
+    _show({"zccp": found.pop("zccp"), **found}, as_json)
+
+
+class _Progress:
+    """Shows what is going on: a bar on a terminal, a line a stage elsewhere; always on standard error."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+        self._task: Any = None
+        self._stage = ""
+
+    def __enter__(self) -> Self:
+        if sys.stderr.isatty():
+            from rich.console import Console  # noqa: PLC0415
+            from rich.progress import Progress  # noqa: PLC0415
+
+            self._bar = Progress(console=Console(stderr=True), transient=True)
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def update(self, what: str, done: int, total: int) -> None:
+        """``done`` of ``total`` units of ``what``."""
+        if self._bar is None:
+            if what != self._stage:
+                click.echo(what, err=True)
+        elif self._task is None:
+            self._task = self._bar.add_task(what, total=total or None, completed=done)
+        else:
+            self._bar.update(self._task, description=what, total=total or None, completed=done)
+        self._stage = what
+
+
+def _load(config_file: Path | None, **sections: dict[str, Any]) -> "ApplianceConfig":
+    """The configuration with the options that were given."""
+    from appliance.config import load  # noqa: PLC0415
+
+    overrides = {
+        section: {key: value for key, value in values.items() if value is not None}
+        for section, values in sections.items()
+    }
+    return load(config_file, {section: values for section, values in overrides.items() if values})
+
+
+def _calibration(folder: Path) -> Any:
+    """Calibration ids for a model, from the text that travels with the package."""
+    from appliance.calibration import calibration_ids  # noqa: PLC0415
+
+    return calibration_ids(folder)
+
+
+def _show(values: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps(values))
+        return
+    width = max(len(name) for name in values)
+    for name, value in values.items():
+        click.echo(f"{name:<{width}}  {value}")
+
+
+def _table(name: str, rows: Sequence[dict[str, Any]], as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps({name: rows}))
+        return
+    if not rows:
+        click.echo(f"no {name}", err=True)
+        return
+    texts = [[str(column) for column in rows[0]], *([_cell(value) for value in row.values()] for row in rows)]
+    widths = [max(len(row[place]) for row in texts) for place in range(len(texts[0]))]
+    for row in texts:
+        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _cell(value: Any) -> str:
+    return {True: "yes", False: "no"}.get(value, str(value)) if isinstance(value, bool) else str(value)
+
+
+def _date(seconds: float) -> str:
+    from datetime import UTC, datetime  # noqa: PLC0415
+
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
+
+
+def _typed_lines() -> Iterable[str]:
+    """Lines a person types, with editing and history where the terminal has them."""
+    import readline  # noqa: F401, PLC0415 - importing it is what turns editing on
+
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            yield ""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""Checks of an installation, each one line: what was looked at, what was found, what to do.
+
+Owns the list of checks. Reads the host, the configuration and the stores; changes nothing. What it cannot judge in this
+version is listed as not checked rather than left out.
+"""
+
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Literal
+
+from appliance.config import ApplianceConfig
+from appliance.config_rules import host_problems
+from appliance.keys import KeyFileError, read
+
+State = Literal["ok", "failed", "not checked"]
+
+NOT_CHECKED = (
+    ("gpu", "drivers, memory and clocks of GPUs"),
+    ("numa", "placement of engine, segments and interrupts"),
+    ("proxy", "nginx in front of the workers"),
+    ("redis", "the fingerprint index"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One check: its name, how it ended, what was seen and, where it failed, what to do."""
+
+    name: str
+    state: State
+    evidence: str
+    remedy: str = ""
+
+
+Check = Callable[[ApplianceConfig], Finding]
+
+
+def examine(config: ApplianceConfig) -> list[Finding]:
+    """Run every check; one that breaks is a failed one."""
+    findings = [Finding("config", "ok", f"home {config.home}, run {config.run}")]
+    for name, check in _CHECKS:
+        try:
+            findings.append(check(config))
+        except Exception as error:  # noqa: BLE001 - a check that cannot run is a finding, not the end
+            findings.append(Finding(name, "failed", str(error) or type(error).__name__, "see the message"))
+    findings += [Finding(name, "not checked", f"{what}: not in this version") for name, what in NOT_CHECKED]
+    return findings
+
+
+def _python(_: ApplianceConfig) -> Finding:
+    found = platform.python_version()
+    right = sys.version_info >= (3, 11)
+    return Finding("python", "ok" if right else "failed", f"Python {found}", "" if right else "install Python 3.11")
+
+
+def _packages(_: ApplianceConfig) -> Finding:
+    versions = {name: metadata.version(name) for name in ("jax", "jaxlib", "litestar", "granian", "tokenizers")}
+    evidence = ", ".join(f"{name} {version}" for name, version in versions.items())
+    if versions["jax"] != versions["jaxlib"]:
+        return Finding("packages", "failed", evidence, "install jax and jaxlib of one version")
+    return Finding("packages", "ok", evidence)
+
+
+def _cpu(_: ApplianceConfig) -> Finding:
+    from pallas_kernels.platform import cpu_features, cpu_model  # noqa: PLC0415 - only here
+
+    features = set(cpu_features())
+    fast = [name for name in ("avx2", "avx512f", "avx512_vnni", "amx_int8", "asimd", "i8mm") if name in features]
+    evidence = f"{cpu_model()}; {', '.join(fast) or 'none of the instruction sets that programs use well'}"
+    return Finding("cpu", "ok" if fast else "failed", evidence, "" if fast else "use a CPU with AVX2 or newer")
+
+
+def _host(config: ApplianceConfig) -> Finding:
+    problems = host_problems(config, keys_present=config.keys_file.exists())
+    if problems:
+        return Finding("host", "failed", problems[0], "; ".join(problems[1:]) or "see the message")
+    memory = config.shared_memory
+    size_mb = memory.segment_count * memory.segment_size_kb >> 10
+    return Finding("host", "ok", f"{memory.segment_count} segments, {size_mb} MiB of shared memory fit")
+
+
+def _port(config: ApplianceConfig) -> Finding:
+    from appliance.lifecycle import StartError, reserve_port  # noqa: PLC0415 - only here
+
+    try:
+        reserve_port(config.server.host, config.server.port).close()
+    except StartError as error:
+        cause, _, remedy = str(error).partition("; ")
+        return Finding("port", "failed", cause, remedy)
+    return Finding("port", "ok", f"{config.server.host} port {config.server.port} is free")
+
+
+def _keys(config: ApplianceConfig) -> Finding:
+    path = config.keys_file
+    if not path.exists():
+        return Finding("keys", "ok", f"no keys file {path}: requests from this machine need no key")
+    try:
+        keys = read(path).keys
+    except KeyFileError as error:
+        return Finding("keys", "failed", str(error), "restore the file or move it away")
+    if path.stat().st_mode & 0o077:
+        return Finding("keys", "failed", f"others can read {path}", f"chmod 600 {path}")
+    return Finding("keys", "ok", f"{len(keys)} keys in {path}")
+
+
+def _model(config: ApplianceConfig) -> Finding:
+    from appliance.model.library import ModelLibrary  # noqa: PLC0415 - reads numpy
+    from appliance.model.record import read_record, weights_folder  # noqa: PLC0415 - reads numpy
+    from appliance.planning import plan_for  # noqa: PLC0415 - reads numpy
+
+    reference = config.model.reference
+    folder = ModelLibrary(config.home).folder(reference)
+    if not (folder / "model.json").is_file():
+        return Finding("model", "failed", f"{reference} is not in {folder.parent}", f"zccp models pull {reference}")
+    record = read_record(folder)
+    form = plan_for(config, record).weight_form
+    if not weights_folder(folder, form).is_dir():
+        return Finding("model", "failed", f"{record.name} has no {form} weights", f"zccp convert {reference}")
+    return Finding("model", "ok", f"{record.name}, {form} weights, in {folder}")
+
+
+def _programs(config: ApplianceConfig) -> Finding:
+    from appliance.model.library import ModelLibrary  # noqa: PLC0415 - reads numpy
+    from appliance.model.record import read_record  # noqa: PLC0415 - reads numpy
+    from appliance.planning import plan_for, signing_key_file, store_directory  # noqa: PLC0415 - reads numpy
+    from planner.signing import local_key  # noqa: PLC0415 - reads cryptography
+    from planner.store import StoreError, open_store  # noqa: PLC0415 - reads jax
+
+    folder = ModelLibrary(config.home).folder(config.model.reference)
+    key_file = signing_key_file(config.home)
+    if not (folder / "model.json").is_file() or not key_file.is_file():
+        return Finding("programs", "failed", "no programs have been built", "zccp build")
+    plan = plan_for(config, read_record(folder))
+    directory = store_directory(config.home, folder)
+    try:
+        store = open_store(directory, plan, local_key(key_file).public_key())
+    except StoreError as error:
+        return Finding("programs", "failed", str(error), "zccp build")
+    return Finding("programs", "ok", f"{len(store.entries)} programs for {plan.target} in {directory}")
+
+
+_CHECKS: tuple[tuple[str, Check], ...] = (
+    ("python", _python),
+    ("packages", _packages),
+    ("cpu", _cpu),
+    ("host", _host),
+    ("port", _port),
+    ("keys", _keys),
+    ("model", _model),
+    ("programs", _programs),
+)
+
+
+def lines(findings: list[Finding]) -> Iterator[str]:
+    """The findings for people, a line each."""
+    for finding in findings:
+        remedy = f" -> {finding.remedy}" if finding.remedy else ""
+        yield f"{finding.state:<12} {finding.name:<9} {finding.evidence}{remedy}"

@@ -1,0 +1,209 @@
+"""The configuration: every rule, with the words an operator reads."""
+
+from pathlib import Path
+
+import pytest
+
+from appliance import config as configuration
+from appliance.config import ApplianceConfig, build, load
+from appliance.config_reference import reference, reference_markdown
+from appliance.config_rules import ConfigError, host_problems, is_loopback, plain
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("ZCCP_CONFIG", "ZCCP_HOME", "ZCCP_RUN", "XDG_DATA_HOME", "XDG_RUNTIME_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("ZCCP_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(configuration, "SYSTEM_CONFIG", tmp_path / "no-system-config.yaml")
+
+
+def made(**sections: object) -> ApplianceConfig:
+    return build(sections, {})
+
+
+def test_defaults_hold_every_rule() -> None:
+    config = made()
+    assert (config.server.host, config.server.port) == ("127.0.0.1", 8000)
+    assert (config.shared_memory.segment_count, config.shared_memory.segment_size_kb) == (128, 1024)
+    assert config.shared_memory.cleanup_interval_ms == 30_000
+    assert config.model.reference == "smollm2-135m"
+    assert config.log.log_prompts is False
+
+
+def test_documented_page_size_in_bytes_of_ids() -> None:
+    assert made(gpu={"paged_attention_page_size": 2048}).page_size == 512
+    assert made(engine={"page_size": 32}).page_size == 32
+    assert made(engine={"page_size": 32}, gpu={"paged_attention_page_size": 128}).page_size == 32
+    assert made().page_size is None
+
+
+@pytest.mark.parametrize(
+    ("sections", "match"),
+    [
+        ({"servr": {}}, "servr is not a key of the configuration; did you mean server?"),
+        ({"server": {"prot": 1}}, r"server.prot is not a key .* did you mean port\?"),
+        ({"server": {"xyz": 1}}, "server.xyz is not a key of the configuration; known keys: host, port, "),
+        ({"server": {"port": "8000"}}, r"server.port is '8000' \(str\); it must be a whole number"),
+        ({"server": {"port": True}}, r"server.port is True \(bool\); it must be a whole number"),
+        ({"server": {"port": 70_000}}, "server.port is 70000; it must be between 0 and 65535"),
+        ({"server": {"http2": "no"}}, "server.http2 is 'no' .* must be true or false"),
+        ({"server": {"host": 1}}, "server.host is 1 .* must be text"),
+        ({"server": {"drain_s": float("nan")}}, "server.drain_s is nan; it must be between 0 and 3600"),
+        ({"server": {"cors_origins": "x"}}, "server.cors_origins is 'x' .* must be a list"),
+        ({"server": {"cors_origins": [1]}}, r"server.cors_origins\[0\] is 1 .* must be text"),
+        ({"server": {"cors_origins": ["a.b/c"]}}, "an origin is \\* or http"),
+        ({"server": {"host": "http://x"}}, "server.host is 'http://x'; it must be an address or a host name"),
+        ({"server": []}, r"server is \[\] \(list\); it must be a mapping of keys"),
+        ({"cache": {"csf_minhash_hashes": 64}}, "cache.csf_minhash_hashes is 64; it must be one of 128, 256"),
+        ({"cache": {"redis_url": "http://x"}}, "cache.redis_url must begin with redis://"),
+        ({"cache": {"csf_mask_patterns": ["("]}}, r"csf_mask_patterns\[0\] is '\(', no regular expression"),
+        ({"shared_memory": {"segment_size_kb": 1022}}, "segment_size_kb is 1022; it must be a multiple of 4"),
+        ({"shared_memory": {"segment_size_kb": 512}}, "segment_size_kb is 512; .* at least 516"),
+        ({"shared_memory": {"segment_count": 8}, "server": {"workers": 2}}, "segment_count 8 leaves 4 segments to each"),
+        ({"engine": {"page_size": 48}}, "engine.page_size is 48; it must be a power of two between 16 and 512"),
+        ({"engine": {"page_size": 8}}, "engine.page_size is 8; it must be between 16 and 512"),
+        ({"engine": {"page_size": 64, "kv_format": "bmq4"}}, "kv_format bmq4 needs a multiple of 128"),
+        ({"engine": {"page_size": 64}, "gpu": {"paged_attention_page_size": 2048}}, "differ; give one of them"),
+        ({"gpu": {"paged_attention_page_size": 130}}, "must be a multiple of 4, the bytes of one id"),
+        ({"engine": {"prefill_chunk": 100}}, "engine.prefill_chunk is 100; it must be a multiple of 16"),
+        ({"engine": {"kv_format": "fp8"}}, "engine.kv_format is 'fp8'; it must be one of "),
+        ({"engine": {"context": 200_000}}, "engine.context is 200000; it must be between 64 and 131072"),
+        ({"model": {"aliases": ["a"]}}, "model.aliases is .* must be a mapping"),
+        ({"model": {"aliases": {"gpt": ""}}}, "model.aliases.gpt is empty"),
+        ({"model": {"name": "m", "aliases": {"m": "m"}}}, "model.aliases names 'm'"),
+        ({"log": {"log_prompts": True}}, "prompts are never logged, so only false is accepted"),
+    ],
+)
+def test_each_rule_names_key_value_and_bound(sections: dict, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        build(sections, {})
+
+
+def test_all_broken_rules_are_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        build({"server": {"port": -1, "workers": 0}, "gpu": {"device": 1}}, {})
+    assert [problem.split()[0] for problem in caught.value.problems] == ["server.port", "server.workers", "gpu.device"]
+
+
+def test_empty_sections_are_defaults() -> None:
+    assert build({"server": None}, {}) == made()
+
+
+def test_file_environment_and_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("server:\n  port: 9000\n  workers: 2\nmodel:\n  aliases: {gpt-4o: smollm2-135m}\n")
+    assert load(file).server.port == 9000
+    monkeypatch.setenv("ZCCP_CONFIG", str(file))
+    config = load(None, {"server": {"port": 9001}})
+    assert (config.server.port, config.server.workers) == (9001, 2)
+    assert config.model.aliases == {"gpt-4o": "smollm2-135m"}
+
+
+def test_paths_come_from_file_environment_or_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert made(paths={"home": str(tmp_path / "a")}).home == tmp_path / "a"
+    assert made().home == tmp_path / "home"
+    assert made().run == tmp_path / "home" / "run"
+    assert made().keys_file == tmp_path / "home" / "keys.json"
+    monkeypatch.setenv("ZCCP_RUN", str(tmp_path / "run"))
+    assert made().run == tmp_path / "run"
+    monkeypatch.delenv("ZCCP_HOME")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    assert made().home == tmp_path / "data" / "zccp"
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("server:\n  port: 1\n  port: 2\n", "key 'port' on line 3 was already given on line 2"),
+        ("a: [\n", "line 2: "),
+        ("- a\n", "holds a list; it must be a mapping of sections"),
+    ],
+)
+def test_files_that_are_no_configuration(tmp_path: Path, text: str, match: str) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=match):
+        load(file)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.yaml: No such file"):
+        load(tmp_path / "none.yaml")
+
+
+def test_syntax_errors_do_not_quote_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("cache:\n  redis_url: 'redis://:CANARY@h\n")
+    with pytest.raises(ConfigError) as caught:
+        load(file)
+    assert "CANARY" not in str(caught.value)
+
+
+def test_empty_file_is_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("# nothing\n")
+    assert load(file) == made()
+
+
+def test_more_memory_than_the_system_has_is_refused() -> None:
+    config = made(shared_memory={"segment_count": 100, "segment_size_kb": 1024})
+    (problem,) = host_problems(config, keys_present=False, free_bytes=lambda _: 50 << 20)
+    assert problem.startswith("shared_memory: 100 segments of 1024 KiB need 100 MiB and /dev/shm has 50 MiB free")
+    assert host_problems(config, keys_present=False, free_bytes=lambda _: 100 << 20) == []
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "example.org"])
+def test_other_machines_need_a_key_or_an_explicit_word(host: str) -> None:
+    def problems(*, keys: bool, **auth: bool) -> list[str]:
+        config = made(server={"host": host}, auth=auth)
+        return host_problems(config, keys_present=keys, free_bytes=lambda _: 1 << 40)
+
+    (problem,) = problems(keys=False)
+    assert problem.startswith(f"server.host {host} is reachable from other machines and there is no API key in")
+    assert problems(keys=True) == []
+    assert problems(keys=False, allow_unauthenticated_non_loopback=True) == []
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [("127.0.0.1", True), ("127.8.8.8", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("a", False)],
+)
+def test_loopback(host: str, loopback: bool) -> None:
+    assert is_loopback(host) is loopback
+
+
+def test_shown_configuration_hides_the_password() -> None:
+    config = made(cache={"redis_url": "redis://user:CANARY@h:6379/0"})
+    shown = plain(config)
+    assert shown["cache"]["redis_url"] == "redis://***@h:6379/0"
+    assert "CANARY" not in repr(shown)
+
+
+def test_shown_configuration_is_accepted_again() -> None:
+    config = made(server={"port": 9}, model={"aliases": {"a": "b"}}, engine={"page_size": 16})
+    assert build(plain(config), {}) == config
+
+
+def test_reference_describes_every_key() -> None:
+    rows = reference()
+    assert len(rows) == sum(len(section.__struct_fields__) for section in made().__struct_fields__ for section in [
+        getattr(made(), section)
+    ])  # fmt: skip
+    assert all(row.meaning.endswith((".", ";")) or row.meaning for row in rows)
+    assert all(row.meaning and row.type and row.default for row in rows)
+    table = reference_markdown()
+    assert "| `server.port` | whole number | `8000` | 0 to 65 535 |" in table
+    assert "| `ZCCP_CONFIG` |" in table
+
+
+def test_children_get_no_secrets_and_know_their_metrics(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ZCCP_API_KEY", "secret")
+    monkeypatch.setenv("NOTIFY_SOCKET", "/x")
+    for environment in (
+        configuration.worker_environment(tmp_path), configuration.engine_environment(made(), tmp_path),
+    ):  # fmt: skip
+        assert "ZCCP_API_KEY" not in environment
+        assert "NOTIFY_SOCKET" not in environment
+        assert environment["PROMETHEUS_MULTIPROC_DIR"] == str(tmp_path)
+    assert configuration.engine_environment(made(), tmp_path)["JAX_PLATFORMS"] == "cpu"
