@@ -235,7 +235,7 @@ def _fetch_repository(repository: str, revision: str | None, folder: Path) -> Pa
         fetched = snapshot_download(repository, revision=revision, local_dir=folder, allow_patterns=list(_HF_PATTERNS))
     except HfHubHTTPError as error:
         raise CatalogError(
-            f"hf:{repository}: the hub refuses: {_first_line(error)}; check the name, the revision and your access to it"
+            f"hf:{repository}: the hub refuses: {_first_line(error)}; check its name, revision and your access"
         ) from error
     except Exception as error:
         raise CatalogError(

@@ -12,29 +12,11 @@ import codecs
 import re
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Protocol
+
+from tokenizers import Tokenizer as Engine
 
 _SPACE_SIGN = "\u2581"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-
-
-class VocabularyEngine(Protocol):
-    """What the table reads of a tokenizer engine."""
-
-    def id_to_token(self, token_id: int, /) -> str | None:
-        """The text of an id, None when there is no such id."""
-        ...
-
-    def get_added_tokens_decoder(self) -> Mapping[int, "AddedTokenLike"]:
-        """Added tokens by id."""
-        ...
-
-
-class AddedTokenLike(Protocol):
-    """An added token: its text and whether it is a control token."""
-
-    content: str
-    special: bool
 
 
 class _LeadingSpace(StrEnum):
@@ -63,7 +45,7 @@ _BYTE_OF = _byte_alphabet()
 class TokenTable:
     """The bytes of every token, worked out on first use and kept."""
 
-    def __init__(self, engine: VocabularyEngine, decoder: object) -> None:
+    def __init__(self, engine: Engine, decoder: object) -> None:
         """Read the decoder description.
 
         Raises:

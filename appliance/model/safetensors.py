@@ -51,6 +51,7 @@ _GEMMA_NAMES = {
     "ffw_norm": "layers.{}.pre_feedforward_layernorm.weight",
     "post_ffw_norm": "layers.{}.post_feedforward_layernorm.weight",
 }
+_COMPARED_ROWS = 4096
 _PREFIXES = ("model.", "language_model.model.", "model.language_model.", "")
 _HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 
@@ -233,8 +234,9 @@ def _tied(
         return False
     with safe_open(ours.file, "numpy") as a, safe_open(embed.file, "numpy") as b:
         left, right = a.get_slice(ours.stored_name), b.get_slice(embed.stored_name)
-        steps = range(0, ours.shape[0], 4096)
-        return all(np.array_equal(left[row : row + 4096], right[row : row + 4096]) for row in steps)
+        rows = ours.shape[0]
+        cuts = (slice(row, min(row + _COMPARED_ROWS, rows)) for row in range(0, rows, _COMPARED_ROWS))
+        return all(np.array_equal(left[cut], right[cut]) for cut in cuts)
 
 
 def _check(
