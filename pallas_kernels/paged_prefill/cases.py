@@ -1,0 +1,43 @@
+"""paged_prefill: named shapes from real models, shared by tests and benchmarks."""
+
+from dataclasses import dataclass
+
+from pallas_kernels import model_shapes as models
+from pallas_kernels.model_shapes import HeadShape
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillCase:
+    """One launch: ``chunks`` are (positions in pages, tokens in this launch), a row; ``tokens`` is the padded number.
+
+    ``small`` marks what a CPU test may run.
+    """
+
+    name: str
+    heads: HeadShape
+    chunks: tuple[tuple[int, int], ...]
+    tokens: int
+    page_size: int
+    window: int = 0
+    softcap: float = 0.0
+    small: bool = True
+
+    @property
+    def width(self) -> int:
+        """Pages of the longest row, and one that stays unused."""
+        return -(-max(start + length for start, length in self.chunks) // self.page_size) + 1
+
+
+MIXED = ((0, 5), (37, 20), (16, 1), (0, 0))
+"""Fresh and continued prompts, one of a single token, and an empty row."""
+
+CASES = (
+    *(PrefillCase(f"{heads.name}-mixed", heads, MIXED, 32, 16) for heads in models.ALL),
+    PrefillCase("smollm2-135m-tiles", models.SMOLLM2_135M, ((600, 150), (0, 140), (513, 7)), 300, 64),
+    PrefillCase("smollm2-135m-fresh", models.SMOLLM2_135M, ((0, 256),), 256, 64),
+    PrefillCase("gemma3-270m-window", models.GEMMA3_270M, ((700, 40), (0, 90)), 136, 64, window=64),
+    PrefillCase("gemma-2b-softcap", models.GEMMA_2B, ((30, 20), (0, 12)), 32, 16, softcap=50.0),
+    PrefillCase("llama-3.1-8b-2k", models.LLAMA31_8B, ((0, 2_048),), 2_048, 64, small=False),
+    PrefillCase("llama-3.1-8b-late", models.LLAMA31_8B, ((30_720, 2_048),), 2_048, 64, small=False),
+    PrefillCase("llama-3.1-70b-2k", models.LLAMA31_70B, ((6_144, 2_048),), 2_048, 64, small=False),
+)
