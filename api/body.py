@@ -120,7 +120,8 @@ def _field_error(text: str) -> BadRequestError:
         path = _joined(match[2], match[1])
         return BadRequestError(f"{path}: the field is required", param=path)
     if match := _WRONG_VALUE.match(text):
-        return BadRequestError(f"{_cut(match[2])}: {match[1]}", param=_cut(match[2]))
+        path = _cut(match[2].removesuffix("[...]"))
+        return BadRequestError(f"{path}: {match[1]}", param=path)
     return BadRequestError(f"the body must be a JSON object: {text}")
 
 

@@ -73,10 +73,10 @@ def models_routes(services: Services) -> Sequence[HTTPRouteHandler]:
         return whole_answer(msgspec.json.encode(OpenAIModels([_openai(card, name) for name in names])))
 
     @get("/v1/models/{model_id:path}")
-    async def model(scope: Scope, model_id: str) -> ASGIApp:
+    async def model(scope: Scope) -> ASGIApp:
         exchange = exchange_of(scope)
         authenticate(exchange, services.keys)
-        name = model_id.removeprefix("/")
+        name = str(scope["path_params"]["model_id"]).removeprefix("/")
         services.require_model(name)
         described = _anthropic(card, name) if exchange.shape is Shape.ANTHROPIC else _openai(card, name)
         return whole_answer(msgspec.json.encode(described))

@@ -11,6 +11,8 @@ from api.errors import ApiError, Shape, error_body
 from api.exchange import Tally
 from api.run import Completed, Delta, End
 
+_ROLE = "assistant"
+_BLOCK = 0
 _REASONS = {"stop": "end_turn", "stop_string": "stop_sequence", "length": "max_tokens"}
 
 
@@ -23,24 +25,22 @@ class Usage(Struct):
     output_tokens: int
 
 
-class TextBlock(Struct):
+class TextBlock(Struct, tag_field="type", tag="text"):
     """The one content block of an answer."""
 
     text: str
-    type: str = "text"
 
 
-class Message(Struct):
+class Message(Struct, tag_field="type", tag="message"):
     """A whole answer, and the shell of one at the start of a stream."""
 
     id: str
+    role: str
     model: str
     content: list[TextBlock]
     stop_reason: str | None
     stop_sequence: str | None
     usage: Usage
-    type: str = "message"
-    role: str = "assistant"
 
 
 class TokenCount(Struct):
@@ -49,31 +49,26 @@ class TokenCount(Struct):
     input_tokens: int
 
 
-class _Started(Struct):
+class _Started(Struct, tag_field="type", tag="message_start"):
     message: Message
-    type: str = "message_start"
 
 
-class _BlockStarted(Struct):
+class _BlockStarted(Struct, tag_field="type", tag="content_block_start"):
+    index: int
     content_block: TextBlock
-    index: int = 0
-    type: str = "content_block_start"
 
 
-class _TextDelta(Struct):
+class _TextDelta(Struct, tag_field="type", tag="text_delta"):
     text: str
-    type: str = "text_delta"
 
 
-class _BlockDelta(Struct):
+class _BlockDelta(Struct, tag_field="type", tag="content_block_delta"):
+    index: int
     delta: _TextDelta
-    index: int = 0
-    type: str = "content_block_delta"
 
 
-class _BlockStopped(Struct):
-    index: int = 0
-    type: str = "content_block_stop"
+class _BlockStopped(Struct, tag_field="type", tag="content_block_stop"):
+    index: int
 
 
 class _Stop(Struct):
@@ -81,14 +76,17 @@ class _Stop(Struct):
     stop_sequence: str | None
 
 
-class _MessageDelta(Struct):
+class _MessageDelta(Struct, tag_field="type", tag="message_delta"):
     delta: _Stop
     usage: Usage
-    type: str = "message_delta"
 
 
-class _Bare(Struct):
-    type: str
+class _Ping(Struct, tag_field="type", tag="ping"):
+    pass
+
+
+class _Stopped(Struct, tag_field="type", tag="message_stop"):
+    pass
 
 
 def usage_of(tally: Tally) -> Usage:
@@ -100,7 +98,7 @@ def usage_of(tally: Tally) -> Usage:
 def message_answer(message_id: str, model: str, choice: Completed, tally: Tally) -> Message:
     """A whole answer."""
     reason = _REASONS[choice.end.reason]
-    return Message(message_id, model, [TextBlock(choice.text)], reason, choice.end.stop_string, usage_of(tally))
+    return Message(message_id, _ROLE, model, [TextBlock(choice.text)], reason, choice.end.stop_string, usage_of(tally))
 
 
 class MessageFrames:
@@ -108,7 +106,7 @@ class MessageFrames:
 
     __slots__ = ("_end", "_id", "_model", "_request_id", "_tally")
 
-    ping = sse.named("ping", _Bare("ping"))
+    ping = sse.named("ping", _Ping())
 
     def __init__(self, message_id: str, model: str, request_id: str, tally: Tally) -> None:
         self._id = message_id
@@ -119,21 +117,21 @@ class MessageFrames:
 
     def opening(self) -> bytes:
         """The empty message, the start of its one block, and a ping."""
-        shell = Message(self._id, self._model, [], None, None, usage_of(self._tally))
+        shell = Message(self._id, _ROLE, self._model, [], None, None, usage_of(self._tally))
         return (
             sse.named("message_start", _Started(shell))
-            + sse.named("content_block_start", _BlockStarted(TextBlock("")))
+            + sse.named("content_block_start", _BlockStarted(_BLOCK, TextBlock("")))
             + self.ping
         )
 
     def delta(self, delta: Delta) -> bytes:
         """New text."""
-        return sse.named("content_block_delta", _BlockDelta(_TextDelta(delta.text)))
+        return sse.named("content_block_delta", _BlockDelta(_BLOCK, _TextDelta(delta.text)))
 
     def end(self, end: End) -> bytes:
         """The end of the block; the reason follows in ``closing``."""
         self._end = end
-        return sse.named("content_block_stop", _BlockStopped())
+        return sse.named("content_block_stop", _BlockStopped(_BLOCK))
 
     def closing(self) -> bytes:
         """Why the message ended, what it took, and the end mark.
@@ -145,7 +143,7 @@ class MessageFrames:
             raise RuntimeError("a message stream was closed before its choice ended")
         stop = _Stop(_REASONS[self._end.reason], self._end.stop_string)
         return sse.named("message_delta", _MessageDelta(stop, usage_of(self._tally))) + sse.named(
-            "message_stop", _Bare("message_stop")
+            "message_stop", _Stopped()
         )
 
     def failure(self, error: ApiError) -> bytes:
