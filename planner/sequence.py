@@ -1,7 +1,7 @@
 """Sequence: one stream of ids with its sampling, its pages and its place in the schedule.
 
-Owns the state that the scheduler moves and the engine publishes. Imports neither jax nor numpy and reads no clock: times
-come in as arguments, in seconds on a monotonic clock.
+Owns the state that the scheduler moves and the engine publishes. Imports neither jax nor numpy and reads no clock:
+times come in as arguments, in seconds on a monotonic clock.
 """
 
 from dataclasses import dataclass, field
@@ -29,10 +29,10 @@ class Status(StrEnum):
 class Sampling:
     """How a sequence's next id is chosen.
 
-    ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off. ``repetition_penalty`` divides positive
-    and multiplies negative logits of ids seen in prompt or output; presence and frequency look at the output only.
-    ``stop_ids`` already contains the model's end-of-sequence ids unless the request ignores them. ``top_logprobs`` -1
-    asks for no log-probabilities, 0 for the chosen id's alone. ``seed`` is 64 bits.
+    ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off. ``repetition_penalty`` divides
+    positive and multiplies negative logits of ids seen in prompt or output; presence and frequency look at the output
+    only. ``stop_ids`` already contains the model's end-of-sequence ids unless the request ignores them.
+    ``top_logprobs`` -1 asks for no log-probabilities, 0 for the chosen id's alone. ``seed`` is 64 bits.
     """
 
     max_tokens: int
@@ -63,6 +63,7 @@ class Sequence:
     ``computed`` counts the positions whose keys and values are in pages or will be once the steps already dispatched
     have run; ``in_flight`` counts completion ids dispatched and not yet read. ``slot`` is -1 without one.
     ``leader`` is the first choice of the same request, whose full prompt pages this one shares (None for the first).
+    ``order`` is its place in the order of submission: lower is older.
     """
 
     key: int
@@ -74,8 +75,9 @@ class Sequence:
     arrival_s: float
     deadline_s: float | None = None
     leader: "Sequence | None" = None
+    order: int = 0
     status: Status = Status.WAITING
-    pages: list[int] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list[int])
     computed: int = 0
     in_flight: int = 0
     slot: int = -1
@@ -101,3 +103,21 @@ class Sequence:
     def max_len(self) -> int:
         """Most ids the sequence may ever hold."""
         return self.prompt_len + self.sampling.max_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Part of a sequence's ids in one prefill launch: ``count`` of them from position ``start`` on.
+
+    ``samples`` is true for the last chunk: its last position yields the next id.
+    """
+
+    sequence: Sequence
+    start: int
+    count: int
+    samples: bool
+
+    @property
+    def end(self) -> int:
+        """Position after the last one."""
+        return self.start + self.count

@@ -1,0 +1,456 @@
+"""Scheduler: which sequences run in the next step, with which slots and pages.
+
+Owns the decisions and, through ``PagePool``, ``RunningLines`` and ``WaitingLines``, the pages and everybody's place.
+Reads no clock and touches no array: times and sampled ids come in as arguments.
+
+A step, in the order of ``next_batch``:
+
+1. Sequences past their deadline finish with an error.
+2. Every running sequence whose prompt is computed gets a decode row, oldest first. One that starts a new page takes it;
+   when no page is free the newest running sequence is preempted: it gives its pages and its slot back and waits, to be
+   resumed by computing its prompt and its completion so far. The oldest is never preempted for another, so there is
+   always progress.
+3. Waiting sequences are admitted, in the turn of ``WaitingLines``, while there are free slots, pages for all their ids
+   and one page more for everybody who may still grow. One that does not fit is overtaken by smaller ones a bounded
+   number of times; then nobody else is admitted until it fits.
+4. The prompts being computed share the prefill budget (``chunks``). The last chunk of a prompt yields an id.
+5. What is planned counts as computed; its ids are in flight until ``commit``.
+
+``commit`` takes the ids that a step sampled. It comes one step late, after the next batch was planned, hence three
+rules: a sequence whose last possible id is in flight is not planned again; one that ends by a stop id has wasted at
+most one row, whose result is dropped; a preempted one is not resumed before its id in flight has come. Pages and slots
+of a finished sequence are free at once: programs run in the order of dispatch, so whoever takes a page writes it after
+the last wasted row has.
+
+A request of several choices: the first is the leader. The others wait until the leader's full prompt pages are
+computed, share them, and compute only the rest, at least the last prompt id. When the leader goes, another choice
+leads. Waiting sequences hold no pages.
+"""
+
+import heapq
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field, replace
+
+from planner.batch import NUM_SUPPRESSED
+from planner.buckets import Lattice
+from planner.chunks import share_budget
+from planner.pages import PagePool
+from planner.running import RunningLines
+from planner.sequence import Chunk, FinishReason, Sequence, Status
+from planner.waiting import WaitingLines
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerSettings:
+    """Bounds of the schedule.
+
+    ``prefill_budget`` bounds decode rows and prompt ids of a step together while anything decodes, which bounds the
+    time between two ids of a stream. ``max_waiting`` counts sequences and ``max_waiting_tokens`` their ids.
+    ``max_overtakes`` is how many sequences may be admitted past one that does not fit. Chunks start at multiples of
+    ``chunk_align`` positions.
+
+    Raises:
+        ValueError: a bound is below its least value.
+    """
+
+    prefill_budget: int
+    max_waiting: int = 1024
+    max_waiting_tokens: int = 1 << 20
+    max_overtakes: int = 64
+    chunk_align: int = 16
+
+    def __post_init__(self) -> None:
+        for name in ("prefill_budget", "max_waiting", "max_waiting_tokens", "chunk_align"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
+        if self.max_overtakes < 0:
+            raise ValueError(f"max_overtakes is {self.max_overtakes}; it must be 0 or more")
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a request is not taken.
+
+    ``kind``: overloaded | too_long | stale. ``retry_after_s`` is 0 when waiting does not help.
+    """
+
+    kind: str
+    message: str
+    retry_after_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Batch:
+    """One step's work.
+
+    ``entered`` have a slot since this step and ``grown`` one page more; both must be told to whoever packs rows.
+    """
+
+    decode: list[Sequence] = field(default_factory=list[Sequence])
+    prefill: list[Chunk] = field(default_factory=list[Chunk])
+    entered: list[Sequence] = field(default_factory=list[Sequence])
+    grown: list[Sequence] = field(default_factory=list[Sequence])
+    preempted: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.decode or self.prefill)
+
+
+class Scheduler:
+    """Continuous batching over one page pool; see the module for the walk.
+
+    Args:
+        lattice: the buckets there are; its largest decode bucket is the number of slots.
+        pool: the pages, all free.
+        settings: the bounds.
+
+    Raises:
+        ValueError: the page size is no multiple of the chunk alignment, or the largest prefill bucket is below it.
+    """
+
+    def __init__(self, lattice: Lattice, pool: PagePool, settings: SchedulerSettings) -> None:
+        align = settings.chunk_align
+        if pool.page_size % align:
+            raise ValueError(f"page_size {pool.page_size} is no multiple of the chunk alignment of {align} positions")
+        if lattice.prefill_chunks[-1] < align:
+            raise ValueError(
+                f"the largest prefill bucket holds {lattice.prefill_chunks[-1]} ids; at least {align} needed"
+            )
+        self.pool = pool
+        self.lattice = lattice
+        self._settings = settings
+        self._running = RunningLines(lattice.decode_slots[-1])
+        self._waiting = WaitingLines()
+        self._live: dict[int, Sequence] = {}
+        self._deadlines: list[tuple[float, int, Sequence]] = []
+        self._finished: list[Sequence] = []
+        self._submitted = 0
+        self._blocked: Sequence | None = None
+        self._overtakes = 0
+
+    # ------------------------------------------------------------------ what there is
+
+    @property
+    def capacity(self) -> int:
+        """Most ids, prompt and completion together, that one sequence can hold."""
+        return min(self.pool.num_pages, self.lattice.widths[-1]) * self.pool.page_size
+
+    @property
+    def num_live(self) -> int:
+        """Sequences that wait or run."""
+        return len(self._live)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences in slots."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences without a slot."""
+        return len(self._waiting)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Ids of the waiting sequences."""
+        return self._waiting.num_tokens
+
+    # ------------------------------------------------------------------ coming and going
+
+    def submit(self, choices: Many[Sequence], tokens_per_s: float = 0.0) -> Refusal | None:
+        """Take a request, or say why not; a refusal leaves no trace.
+
+        A sequence whose ``max_tokens`` pass the capacity is taken all the same and ends with ``length`` when it holds
+        as many ids as fit.
+
+        Args:
+            choices: the sequences of the request, at least one; all have the same prompt, and the first leads.
+            tokens_per_s: recent throughput, for the estimate of when to come back; 0 = unknown.
+        """
+        refusal = self._refuse(choices, tokens_per_s)
+        if refusal is not None:
+            return refusal
+        leader = choices[0]
+        parks = self._shareable_pages(leader) > 0
+        for sequence in choices:
+            self._register(sequence)
+            if sequence is not leader and parks:
+                self._waiting.park(sequence, leader)
+            else:
+                sequence.leader = None
+                self._waiting.add(sequence)
+        return None
+
+    def cancel(self, key: int) -> None:
+        """Finish a sequence as cancelled, wherever it is; without effect on one that is finished or unknown."""
+        sequence = self._live.get(key)
+        if sequence is not None:
+            self._finish(sequence, FinishReason.CANCELLED)
+
+    def fail_all(self, error: str) -> None:
+        """Finish everybody with an error."""
+        for sequence in sorted(self._live.values(), key=lambda s: s.order):
+            self._finish(sequence, FinishReason.ERROR, error=error)
+
+    def take_finished(self) -> list[Sequence]:
+        """Those that finished since the last call; each sequence is given exactly once."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    # ------------------------------------------------------------------ a step
+
+    def next_batch(self, now_s: float) -> Batch:
+        """Plan the next step; see the module for the order. An empty batch: nothing can be done before ``commit``."""
+        batch = Batch()
+        self._expire(now_s)
+        self._plan_decode(batch)
+        if len(self._waiting):
+            self._admit(batch, now_s)
+        self._plan_prefill(batch)
+        return batch
+
+    def commit(self, sequences: Many[Sequence], ids: Many[int], now_s: float) -> list[int]:
+        """Apply the ids that a launch sampled.
+
+        Args:
+            sequences: the sequences whose ids were in flight.
+            ids: one sampled id a sequence.
+            now_s: the time.
+
+        Returns:
+            Indices of the sequences that have a new id, in order. Those that ended are in ``take_finished`` as well.
+        """
+        accepted: list[int] = []
+        for index, (sequence, new_id) in enumerate(zip(sequences, ids, strict=True)):
+            sequence.in_flight -= 1
+            if sequence.status is Status.FINISHED:
+                continue
+            if sequence.first_token_s is None:
+                sequence.first_token_s = now_s
+            if new_id in sequence.sampling.stop_ids:
+                self._finish(sequence, FinishReason.STOP, stop_id=new_id)
+                continue
+            sequence.ids.append(new_id)
+            accepted.append(index)
+            if len(sequence.ids) >= sequence.max_len:
+                self._finish(sequence, FinishReason.LENGTH)
+        return accepted
+
+    def check(self) -> None:
+        """Check every invariant; O(everything), for tests and debugging.
+
+        Raises:
+            AssertionError: a sequence or a slot is in the wrong place.
+            PageError: pages and page tables disagree.
+        """
+        self._running.check()
+        running, waiting = list(self._running), list(self._waiting)
+        self.pool.check([sequence.pages for sequence in running])
+        assert sorted(self._live) == sorted(s.key for s in [*running, *waiting]), "live = running or waiting"
+        assert all(self._live[s.key] is s for s in [*running, *waiting]), "a key stands for one sequence"
+        assert (self._waiting.num_tokens > 0) == bool(waiting), "waiting ids are counted"
+        assert self._blocked is None or self._blocked in waiting, "only one that waits can be blocked"
+        for s in [*self._running.prefilling, *self._running.decoding]:
+            assert s.computed <= len(s.pages) * self.pool.page_size, "computed positions have pages"
+        for s in waiting:
+            assert s.status is Status.WAITING, "waiting"
+            assert not s.pages, "waiting sequences hold no pages"
+            assert s.slot == -1, "waiting sequences hold no slot"
+            assert s.computed == 0, "waiting sequences start over"
+
+    # ------------------------------------------------------------------ admission
+
+    def _register(self, sequence: Sequence) -> None:
+        sampling = sequence.sampling
+        assert sequence.prompt_len == len(sequence.ids) > 0, "the gateway refuses empty prompts"
+        assert sampling.max_tokens > 0, "the gateway refuses max_tokens below 1"
+        assert not sampling.min_tokens or len(sampling.stop_ids) <= NUM_SUPPRESSED, "the gateway refuses more stop ids"
+        if sequence.max_len > self.capacity:
+            sequence.sampling = replace(sampling, max_tokens=self.capacity - sequence.prompt_len)
+        sequence.order = self._submitted
+        self._submitted += 1
+        self._live[sequence.key] = sequence
+        if sequence.deadline_s is not None:
+            if len(self._deadlines) > 2 * len(self._live) + 64:
+                self._deadlines = [entry for entry in self._deadlines if entry[2].status is not Status.FINISHED]
+                heapq.heapify(self._deadlines)
+            heapq.heappush(self._deadlines, (sequence.deadline_s, sequence.order, sequence))
+
+    def _refuse(self, choices: Many[Sequence], tokens_per_s: float) -> Refusal | None:
+        prompt_len, waiting, settings = choices[0].prompt_len, self._waiting, self._settings
+        for sequence in choices:
+            if sequence.key in self._live:
+                return Refusal("stale", f"segment {sequence.key} still carries a live sequence; wait for its finish")
+        if prompt_len + 1 > self.capacity:
+            return Refusal(
+                "too_long",
+                f"a prompt of {prompt_len} ids and one new id pass the {self.capacity} positions that the page pool "
+                f"has for one sequence; shorten the prompt, or raise the memory for pages or the plan's context",
+            )
+        if not len(waiting):
+            return None
+        if len(waiting) + len(choices) > settings.max_waiting:
+            bound = f"{len(waiting)} sequences wait and {settings.max_waiting} may"
+        elif waiting.num_tokens + prompt_len * len(choices) > settings.max_waiting_tokens:
+            bound = f"prompts of {waiting.num_tokens} ids wait and {settings.max_waiting_tokens} may"
+        else:
+            return None
+        wait_s = waiting.num_tokens / tokens_per_s if tokens_per_s > 0 else 1.0
+        return Refusal("overloaded", f"{bound}; try again later", min(max(wait_s, 1.0), 60.0))
+
+    def _admit(self, batch: Batch, now_s: float) -> None:
+        growing = sum(self._grows(sequence, len(sequence.pages)) for sequence in self._running)
+        for sequence in [self._blocked] if self._blocked and self._held_back() else self._waiting.in_turn():
+            if self._running.full or (self._held_back() and sequence is not self._blocked):
+                return
+            if sequence.in_flight:
+                continue
+            shared = self._shared_pages(sequence)
+            pages = self.pool.pages_for(len(sequence.ids))
+            fresh = pages - len(shared)
+            grows = self._grows(sequence, pages)
+            if self.pool.num_free < fresh + growing + (grows and len(self._running) > 0):
+                self._blocked = self._blocked or sequence
+                continue
+            if self._blocked is sequence:
+                self._unblock()
+            elif self._blocked is not None:
+                self._overtakes += 1
+            self._enter(sequence, shared, fresh, now_s)
+            growing += grows
+            batch.entered.append(sequence)
+
+    def _grows(self, sequence: Sequence, pages: int) -> bool:
+        """Whether a sequence that has so many pages may need more; its last possible id needs no position."""
+        return pages * self.pool.page_size < sequence.max_len - 1
+
+    def _held_back(self) -> bool:
+        """Whether the blocked sequence has been overtaken often enough."""
+        return self._blocked is not None and self._overtakes >= self._settings.max_overtakes
+
+    def _unblock(self) -> None:
+        self._blocked, self._overtakes = None, 0
+
+    def _enter(self, sequence: Sequence, shared: list[int], fresh: int, now_s: float) -> None:
+        computed = len(shared) * self.pool.page_size
+        first_time = sequence.first_scheduled_s is None
+        self._waiting.admit(sequence, len(sequence.ids) - computed if first_time else 0)
+        self.pool.share(shared)
+        sequence.pages = [*shared, *self.pool.take(fresh)]
+        sequence.computed = computed
+        sequence.leader = None
+        if first_time:
+            sequence.first_scheduled_s = now_s
+            sequence.cached_tokens = computed
+        self._running.enter(sequence)
+
+    def _shareable_pages(self, leader: Sequence) -> int:
+        """Prompt pages that another choice may use as they are: full, and never the one with the last prompt id."""
+        return (leader.prompt_len - 1) // self.pool.page_size
+
+    def _shared_pages(self, sequence: Sequence) -> list[int]:
+        leader = sequence.leader
+        if leader is None:
+            return []
+        count = self._shareable_pages(leader)
+        assert leader.computed >= count * self.pool.page_size, "followers are in line only once there is what to share"
+        return leader.pages[:count]
+
+    # ------------------------------------------------------------------ planning
+
+    def _expire(self, now_s: float) -> None:
+        while self._deadlines and self._deadlines[0][0] <= now_s:
+            deadline_s, _, sequence = heapq.heappop(self._deadlines)
+            error = (
+                f"deadline of {deadline_s - sequence.arrival_s:.1f} s passed with {sequence.completion_len} of "
+                f"{sequence.sampling.max_tokens} new ids; allow more time or ask for fewer"
+            )
+            self._finish(sequence, FinishReason.ERROR, error=error)
+
+    def _plan_decode(self, batch: Batch) -> None:
+        page_size, rows, charge = self.pool.page_size, batch.decode, self._waiting.charge
+        ended = False
+        for sequence in tuple(self._running.decoding):
+            if sequence.slot < 0:
+                continue
+            if sequence.computed == len(sequence.pages) * page_size and not self._grow(sequence, batch):
+                continue
+            sequence.computed += 1
+            sequence.in_flight += 1
+            ended = ended or sequence.scheduled_len >= sequence.max_len
+            charge(sequence.tenant, 1)
+            rows.append(sequence)
+        if ended:
+            self._running.settle()
+
+    def _grow(self, sequence: Sequence, batch: Batch) -> bool:
+        """Give a sequence one page more; False: it was the newest and has been preempted itself."""
+        while not self.pool.num_free:
+            ending = [s for s in self._running.ending if s.pages]
+            for done in ending:
+                self._drop_pages(done)
+            if ending:
+                continue
+            newest = self._running.newest()
+            self._preempt(newest)
+            batch.preempted += 1
+            if newest is sequence:
+                return False
+        sequence.pages += self.pool.take(1)
+        batch.grown.append(sequence)
+        return True
+
+    def _plan_prefill(self, batch: Batch) -> None:
+        settings, prompts = self._settings, tuple(self._running.prefilling)
+        budget = self.lattice.prefill_chunks[-1]
+        if batch.decode:
+            budget = min(budget, max(settings.prefill_budget - len(batch.decode), settings.chunk_align))
+        remaining = [len(s.ids) - s.computed for s in prompts]
+        for index, count in share_budget(remaining, budget, self.lattice.prefill_slots, settings.chunk_align):
+            sequence = prompts[index]
+            samples = count == remaining[index]
+            batch.prefill.append(Chunk(sequence, sequence.computed, count, samples))
+            sequence.computed += count
+            if samples:
+                sequence.in_flight += 1
+                self._running.prompt_planned(sequence)
+            ready = self._shareable_pages(sequence) * self.pool.page_size
+            if self._waiting.leads(sequence) and sequence.computed >= ready:
+                self._waiting.open(sequence)
+
+    # ------------------------------------------------------------------ leaving
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._drop_pages(sequence)
+        self._running.leave(sequence)
+        sequence.status = Status.WAITING
+        sequence.computed = 0
+        sequence.preemptions += 1
+        self._waiting.add(sequence)
+
+    def _finish(self, sequence: Sequence, reason: FinishReason, *, stop_id: int | None = None, error: str = "") -> None:
+        if sequence.status is Status.FINISHED:
+            return
+        if sequence.status is Status.RUNNING:
+            self._drop_pages(sequence)
+            self._running.leave(sequence)
+        else:
+            self._waiting.remove(sequence)
+            self._waiting.regroup(sequence)
+        sequence.status = Status.FINISHED
+        sequence.leader = None
+        sequence.finish_reason, sequence.stop_id, sequence.error = reason, stop_id, error
+        del self._live[sequence.key]
+        self._finished.append(sequence)
+        if self._blocked is sequence:
+            self._unblock()
+
+    def _drop_pages(self, sequence: Sequence) -> None:
+        """Give a sequence's pages back; whoever waits to share them gets another leader, a running one if possible."""
+        if self._waiting.leads(sequence):
+            count = self._shareable_pages(sequence)
+            shared = sequence.pages[:count] if sequence.computed >= count * self.pool.page_size else []
+            siblings = (s for s in self._running if s is not sequence and shared and s.pages[:count] == shared)
+            self._waiting.regroup(sequence, next(siblings, None))
+        self.pool.give_back(sequence.pages)
+        sequence.pages = []

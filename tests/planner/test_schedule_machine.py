@@ -1,0 +1,183 @@
+"""Scheduler against a naive model: what every page holds, position by position, and what each sequence must become."""
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from planner.buckets import Lattice, Phase, round_up
+from planner.pages import PagePool
+from planner.schedule import Batch, Scheduler, SchedulerSettings
+from planner.sequence import FinishReason, Sampling, Sequence, Status
+
+LATTICE = Lattice(decode_slots=(1, 2, 3), prefill_chunks=(4, 12), prefill_slots=2, widths=(2, 5))
+PAGE_SIZE, NUM_PAGES, ALIGN, BUDGET = 4, 7, 4, 7
+CAPACITY = 5 * PAGE_SIZE
+STOP = 0
+
+
+def made_up(lineage: int, position: int) -> int:
+    """The id that a choice has at a position; some are stop ids."""
+    return (lineage * 7 + position * position) % 13
+
+
+class ScheduleMachine(RuleBasedStateMachine):
+    """Requests come, are cancelled and time out; steps are committed one late.
+
+    ``cells`` is the model of the pool: page and offset to the request (for prompt ids) or sequence and position that
+    was written there last, in the order of dispatch.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        bounds = SchedulerSettings(BUDGET, max_waiting=6, max_waiting_tokens=60, max_overtakes=2, chunk_align=ALIGN)
+        self.scheduler = Scheduler(LATTICE, PagePool(NUM_PAGES, PAGE_SIZE), bounds)
+        self.cells: dict[tuple[int, int], tuple[str, int]] = {}
+        self.all: list[Sequence] = []
+        self.finished: list[Sequence] = []
+        self.unread: list[Sequence] = []
+        self.cancelled: set[int] = set()
+        self.now_s = 0.0
+        self.key = 0
+
+    @rule(
+        length=st.integers(1, 21),
+        max_tokens=st.integers(1, 25),
+        n=st.sampled_from([1, 1, 2, 3]),
+        tenant=st.sampled_from("ab"),
+        patience=st.none() | st.integers(1, 30),
+    )
+    def submit(self, length: int, max_tokens: int, n: int, tenant: str, patience: int | None) -> None:
+        request = f"r{self.key}"
+        deadline_s = None if patience is None else self.now_s + patience
+        sampling = Sampling(max_tokens, stop_ids=frozenset({STOP}))
+        choices = [
+            Sequence(self.key + i, request, tenant, [99] * length, length, sampling, self.now_s, deadline_s)
+            for i in range(n)
+        ]
+        self.key += n
+        before = self.scheduler.num_waiting, self.scheduler.num_waiting_tokens
+        refusal = self.scheduler.submit(choices)
+        if length >= CAPACITY:
+            expected = "too_long"
+        elif before[0] and (before[0] + n > 6 or before[1] + n * length > 60):
+            expected = "overloaded"
+        else:
+            expected = None
+        assert (refusal.kind if refusal else None) == expected
+        if refusal:
+            assert before == (self.scheduler.num_waiting, self.scheduler.num_waiting_tokens)
+        else:
+            self.all += choices
+
+    @precondition(lambda self: self.all)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        sequence = data.draw(st.sampled_from(self.all))
+        if sequence.status is not Status.FINISHED:
+            self.cancelled.add(sequence.key)
+        self.scheduler.cancel(sequence.key)
+        assert sequence.status is Status.FINISHED
+
+    @rule(steps=st.integers(1, 4))
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            self._step()
+
+    def _step(self) -> None:
+        running = sorted((s for s in self.all if s.status is Status.RUNNING), key=lambda s: s.order)
+        batch = self.scheduler.next_batch(self.now_s)
+        self._check_batch(batch)
+        if running and running[0].status is not Status.FINISHED:
+            assert running[0].status is Status.RUNNING, "the oldest keeps its place"
+        for sequence in batch.decode:
+            self._write(sequence, sequence.computed - 1, 1)
+            self._read(sequence, sequence.computed)
+        for chunk in batch.prefill:
+            self._write(chunk.sequence, chunk.start, chunk.count)
+        for chunk in batch.prefill:
+            self._read(chunk.sequence, chunk.end)
+        # in the order of dispatch: the ids of the step before are applied after this one is planned
+        unread, self.unread = self.unread, [*batch.decode, *(c.sequence for c in batch.prefill if c.samples)]
+        lengths = [len(s.ids) for s in unread]
+        ids = [made_up(s.key, len(s.ids)) for s in unread]
+        accepted = self.scheduler.commit(unread, ids, self.now_s)
+        for index, (sequence, length) in enumerate(zip(unread, lengths, strict=True)):
+            assert len(sequence.ids) == length + (index in accepted)
+        self.now_s += 1.0
+
+    def _check_batch(self, batch: Batch) -> None:
+        assert len({s.key for s in batch.decode} | {c.sequence.key for c in batch.prefill}) == (
+            len(batch.decode) + len(batch.prefill)
+        ), "a sequence has one row"
+        assert len(batch.prefill) <= LATTICE.prefill_slots
+        tokens = sum(chunk.count for chunk in batch.prefill)
+        if batch.decode:
+            pages = max(len(s.pages) for s in batch.decode)
+            round_up(LATTICE, Phase.DECODE, max(s.slot for s in batch.decode) + 1, 0, pages)
+            assert tokens <= max(BUDGET - len(batch.decode), ALIGN)
+        if batch.prefill:
+            pages = max(-(-chunk.end // PAGE_SIZE) for chunk in batch.prefill)
+            round_up(LATTICE, Phase.PREFILL, len(batch.prefill), tokens, pages)
+        for chunk in batch.prefill:
+            assert chunk.start % ALIGN == 0
+            assert chunk.samples == (chunk.end == len(chunk.sequence.ids))
+        for sequence in batch.decode:
+            assert sequence.scheduled_len <= sequence.max_len <= CAPACITY
+
+    def _lineage(self, sequence: Sequence, position: int) -> tuple[str, int]:
+        return (sequence.request_id if position < sequence.prompt_len else f"s{sequence.key}"), position
+
+    def _write(self, sequence: Sequence, start: int, count: int) -> None:
+        for position in range(start, start + count):
+            page = sequence.pages[position // PAGE_SIZE]
+            assert [s for s in self.all if page in s.pages] == [sequence], "nobody writes a shared page"
+            self.cells[page, position % PAGE_SIZE] = self._lineage(sequence, position)
+
+    def _read(self, sequence: Sequence, end: int) -> None:
+        for position in range(end):
+            cell = sequence.pages[position // PAGE_SIZE], position % PAGE_SIZE
+            assert self.cells[cell] == self._lineage(sequence, position), "every position is where the table says"
+
+    @invariant()
+    def holds(self) -> None:
+        self.scheduler.check()
+        self.finished += self.scheduler.take_finished()
+        assert len({s.key for s in self.finished}) == len(self.finished), "one finish each"
+        assert {s.key for s in self.finished} == {s.key for s in self.all if s.status is Status.FINISHED}
+
+    def teardown(self) -> None:
+        """Everything ends in a bounded number of steps, as it would have ended alone."""
+        waiting = sum(s.max_len for s in self.all if s.status is not Status.FINISHED)
+        for _ in range(4 * waiting + 10):
+            if not self.scheduler.num_live and not self.unread:
+                break
+            self._step()
+            self.scheduler.check()
+        self.holds()
+        assert self.scheduler.num_live == 0
+        assert self.scheduler.pool.num_free == NUM_PAGES
+        for sequence in self.all:
+            self._check_end(sequence)
+
+    def _check_end(self, sequence: Sequence) -> None:
+        expected: list[int] = []
+        while (new_id := made_up(sequence.key, sequence.prompt_len + len(expected))) != STOP:
+            expected.append(new_id)
+            if sequence.prompt_len + len(expected) == min(sequence.max_len, CAPACITY):
+                break
+        ids = sequence.ids[sequence.prompt_len :]
+        if sequence.key in self.cancelled:
+            assert sequence.finish_reason is FinishReason.CANCELLED
+            assert ids == expected[: len(ids)]
+        elif sequence.finish_reason is FinishReason.ERROR:
+            assert sequence.deadline_s is not None
+            assert ids == expected[: len(ids)]
+        else:
+            stopped = new_id == STOP
+            assert ids == expected
+            assert sequence.finish_reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
+            assert sequence.stop_id == (STOP if stopped else None)
+
+
+ScheduleMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40)
+TestScheduleMachine = ScheduleMachine.TestCase
