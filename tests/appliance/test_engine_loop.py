@@ -269,7 +269,7 @@ def test_two_large_sequences_do_not_push_each_other_out_forever():
     rig.submit(prompt(60, 3), 55)  # 115 ids of 128
     rig.settle(most=400)
     rig.assert_exact()
-    assert [rig.requests[key].preemptions for key in range(3)][0] == 0
+    assert rig.requests[0].preemptions == 0
     assert max(rig.requests[key].preemptions for key in range(3)) <= 2
 
 
@@ -566,7 +566,7 @@ def test_many_random_requests_leave_nothing_behind():
     random = np.random.default_rng(7)
     rig = EngineRig(num_pages=10, max_waiting=40)
     cancelled: set[int] = set()
-    for _ in range(400):
+    for _ in range(250):
         length, n = int(random.integers(1, 60)), int(random.choice([1, 1, 1, 2, 3]))
         keys = rig.submit(
             random.integers(0, VOCAB, length).tolist(),
@@ -586,7 +586,7 @@ def test_many_random_requests_leave_nothing_behind():
     rig.settle()
     assert rig.tally.preemptions > 20
     done = [key for key, finish in rig.gateway.finishes.items() if finish.reason is not FinishReason.CANCELLED]
-    assert len(done) > 300
+    assert len(done) > 200
     rig.assert_exact(*done)
     for key in set(rig.gateway.finishes) - set(done):
         assert key in cancelled

@@ -1,0 +1,205 @@
+"""What the engine's loop needs of its surroundings: programs, a gateway, metrics; and the values that cross.
+
+Owns the seam types of ``engine``. Nothing here computes, and nothing here knows jax: arrays are whatever
+``numpy.asarray`` reads, and the device state is opaque.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy.typing as npt
+
+from planner.batch import Floats, Ints
+from planner.buckets import Bucket, Lattice
+from planner.sequence import FinishReason, Sequence
+
+# ---------------------------------------------------------------------- programs
+
+
+class StepOutput(Protocol):
+    """What a launch sampled; rows are those of its ``ints``. Rows without a sample may hold anything."""
+
+    @property
+    def ids(self) -> npt.ArrayLike:
+        """int32 [rows]."""
+        ...
+
+    @property
+    def logprob(self) -> npt.ArrayLike:
+        """float32 [rows]: log-probability of the sampled id."""
+        ...
+
+    @property
+    def top_ids(self) -> npt.ArrayLike:
+        """int32 [rows, top]: the likeliest ids, best first."""
+        ...
+
+    @property
+    def top_logprobs(self) -> npt.ArrayLike:
+        """float32 [rows, top]: their log-probabilities."""
+        ...
+
+
+class DecodeProgram(Protocol):
+    """One id for every row; a row's number is its slot."""
+
+    def __call__(self, weights: object, state: object, ints: Ints, floats: Floats, /) -> tuple[object, StepOutput]:
+        """Dispatch the program; the state is donated, and the new one comes back."""
+        ...
+
+
+class PrefillProgram(Protocol):
+    """Chunks of prompts, one a row."""
+
+    def __call__(
+        self, weights: object, state: object, tokens: Ints, ints: Ints, floats: Floats, /
+    ) -> tuple[object, StepOutput]:
+        """Dispatch the program; the state is donated, and the new one comes back."""
+        ...
+
+
+class SetSlotProgram(Protocol):
+    """Write the counts row and the bias row of one slot."""
+
+    def __call__(self, state: object, slot: Ints, counts: Ints, bias: Floats, /) -> object:
+        """Dispatch the program; the state is donated, and the new one comes back."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramSet:
+    """The compiled programs of one plan."""
+
+    decode: Mapping[Bucket, DecodeProgram]
+    prefill: Mapping[Bucket, PrefillProgram]
+    set_slot: SetSlotProgram
+
+    def missing(self, lattice: Lattice) -> list[str]:
+        """Names of the lattice's buckets that have no program."""
+        return [b.name for b in lattice.buckets() if b not in self.decode and b not in self.prefill]
+
+
+# ---------------------------------------------------------------------- gateway
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request: its sequences share a prompt, and the first one's key names the request."""
+
+    sequences: tuple[Sequence, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cancellation:
+    """Keys of sequences that nobody waits for any more; unknown and finished ones are ignored."""
+
+    keys: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """How a sequence ended.
+
+    ``stop_id`` is the id that ended it, which is not among the published ids. Times in seconds: from arrival to slot,
+    from slot to first id, from first id to the end; 0 for what it never reached.
+    """
+
+    reason: FinishReason
+    stop_id: int | None
+    error: str
+    prompt_len: int
+    cached_tokens: int
+    queue_s: float
+    prefill_s: float
+    decode_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Emission:
+    """News of one sequence in one step.
+
+    ``ids`` are the new completion ids and ``completion_len`` counts all up to them. ``logprobs`` has one record a new
+    id when the request asked for them: pairs of id and log-probability, the sampled id first, then the likeliest.
+    ``finish`` comes once, with the last emission of a sequence.
+    """
+
+    key: int
+    completion_len: int
+    ids: tuple[int, ...] = ()
+    logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    finish: Finished | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReport:
+    """The engine's state after a step; counts are sequences, ids and pages.
+
+    ``last_step_s`` is when the loop last came round, on the engine's clock. ``reason`` explains a state other than
+    ``ready``.
+    """
+
+    state: Literal["ready", "draining", "lost"]
+    reason: str
+    running: int
+    waiting: int
+    waiting_tokens: int
+    free_pages: int
+    total_pages: int
+    last_step_s: float
+
+
+class Gateway(Protocol):
+    """Where requests come from and ids go to. Called on the engine's thread; only ``receive`` blocks."""
+
+    def receive(self, timeout_s: float) -> list[Arrival | Cancellation]:
+        """What came since the last call, in order; waits up to ``timeout_s`` for the first."""
+        ...
+
+    def admitted(self, key: int) -> None:
+        """The request is in the queue."""
+        ...
+
+    def refused(self, key: int, kind: str, message: str, retry_after_s: float) -> None:
+        """The request is not taken. ``kind``: overloaded | draining | too_long | stale."""
+        ...
+
+    def publish(self, emissions: list[Emission]) -> None:
+        """News of a step, at most one emission a sequence; not called without any."""
+        ...
+
+    def report(self, report: EngineReport) -> None:
+        """The state after every step."""
+        ...
+
+
+# ---------------------------------------------------------------------- metrics
+
+
+class EngineMetrics(Protocol):
+    """What a step counts. Called on the engine's thread, so it must be cheap."""
+
+    def launched(self, bucket: Bucket, rows: int, tokens: int) -> None:
+        """A program was dispatched with so many rows and ids in use."""
+        ...
+
+    def stepped(self, host_s: float, prompt_tokens: int, generated_tokens: int, preemptions: int) -> None:
+        """A step is over; ``host_s`` leaves out the time spent waiting for the device and for requests."""
+        ...
+
+    def reported(self, report: EngineReport) -> None:
+        """The state after a step."""
+        ...
+
+
+class NoMetrics:
+    """Counts nothing."""
+
+    def launched(self, bucket: Bucket, rows: int, tokens: int) -> None:
+        """Ignore a launch."""
+
+    def stepped(self, host_s: float, prompt_tokens: int, generated_tokens: int, preemptions: int) -> None:
+        """Ignore a step."""
+
+    def reported(self, report: EngineReport) -> None:
+        """Ignore a report."""
