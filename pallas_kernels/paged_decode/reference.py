@@ -22,8 +22,9 @@ def paged_decode(
     kv_heads, page_size = pages.shape[2], pages.shape[4]
     history = pages[layer].at[page_table].get(mode="clip")  # slots width kv_heads 2 page_size head_dim
     history = jnp.moveaxis(history, 1, 3).reshape(slots, kv_heads, 2, -1, head_dim)
-    keys = jnp.concatenate([history[:, :, 0], k[:, :, None]], axis=2).astype(jnp.float32)
-    values = jnp.concatenate([history[:, :, 1], v[:, :, None]], axis=2).astype(jnp.float32)
+    history, k, v = (part.astype(jnp.float32) for part in (history, k, v))
+    keys = jnp.concatenate([history[:, :, 0], k[:, :, None]], axis=2)
+    values = jnp.concatenate([history[:, :, 1], v[:, :, None]], axis=2)
     positions = jnp.concatenate([jnp.arange(page_table.shape[1] * page_size), jnp.zeros(1, jnp.int32)])
     positions = jnp.tile(positions, (slots, 1)).at[:, -1].set(lengths)
     is_new = jnp.arange(positions.shape[1]) == positions.shape[1] - 1
