@@ -44,20 +44,6 @@ from planner.buckets import Phase, round_up
 from planner.schedule import Batch, Scheduler
 from planner.sequence import Chunk, FinishReason, Sequence, Status
 
-__all__ = [
-    "Arrival",
-    "Cancellation",
-    "Emission",
-    "Engine",
-    "EngineFailedError",
-    "EngineMetrics",
-    "EngineReport",
-    "Finished",
-    "Gateway",
-    "NoMetrics",
-    "ProgramSet",
-]
-
 IDLE_S = 0.25
 """Longest wait for the gateway when there is nothing to do, in seconds."""
 
@@ -166,9 +152,10 @@ class Engine:
         """
         if self._failure:
             raise EngineFailedError(self._failure)
-        self._take_in(self._gateway.receive(wait_s))
+        messages = self._gateway.receive(wait_s)
         began_s, self._waited_s = self._clock(), 0.0
         try:
+            self._take_in(messages)
             batch = self._scheduler.next_batch(began_s)
             earlier, self._in_flight = self._in_flight, self._dispatch(batch)
             assert batch or earlier or not self._scheduler.num_live, "somebody waits and nothing can run"

@@ -3,7 +3,8 @@
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 
-from appliance.engine import Arrival, Cancellation, Emission, Engine, EngineReport, Finished
+from appliance.engine import Engine
+from appliance.engine_ports import Arrival, Cancellation, Emission, EngineReport, Finished
 from planner.buckets import Bucket, Lattice
 from planner.pages import PagePool
 from planner.schedule import Scheduler, SchedulerSettings
@@ -11,6 +12,11 @@ from planner.sequence import Sampling, Sequence
 from tests.support.arithmetic_model import VOCAB, ArithmeticModel, continuation
 
 LATTICE = Lattice(decode_slots=(2, 4), prefill_chunks=(16, 32), prefill_slots=4, widths=(2, 4, 8))
+
+
+def prompt(length: int, salt: int = 0) -> list[int]:
+    """Made-up prompt ids; different salts begin differently."""
+    return [(7 * i + 13 * salt + i * i) % VOCAB for i in range(length)]
 
 
 class Clock:
