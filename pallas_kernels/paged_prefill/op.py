@@ -10,7 +10,7 @@ import jax
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.errors import require
-from pallas_kernels.paged_prefill import reference, xla
+from pallas_kernels.paged_prefill import native, reference, xla
 
 Implementation = Literal["reference", "xla", "native"]
 
@@ -60,14 +60,16 @@ def paged_prefill(
     rows = page_table.shape[0]
     require(k.shape == v.shape == (tokens, kv_heads, head_dim), f"k {k.shape} and v {v.shape} must be one row a token")
     require(q.dtype == k.dtype == v.dtype, f"q {q.dtype}, k {k.dtype} and v {v.dtype} must be of one dtype")
-    require(two == 2 and page_dim == head_dim, f"pages {pages.shape} do not hold keys and values of head_dim {head_dim}")
+    require(
+        two == 2 and page_dim == head_dim, f"pages {pages.shape} do not hold keys and values of head_dim {head_dim}"
+    )
     require(q_heads % kv_heads == 0, f"q_heads {q_heads} is no multiple of kv_heads {kv_heads}")
     require(
         starts.shape == lengths.shape == offsets.shape == (rows,),
         f"starts {starts.shape}, lengths {lengths.shape} and offsets {offsets.shape} need one entry for each of {rows} rows",
     )
-    run = {"reference": reference.paged_prefill, "xla": xla.paged_prefill, "native": xla.paged_prefill}[implementation]
+    run = {"reference": reference.paged_prefill, "xla": xla.paged_prefill, "native": native.paged_prefill}[
+        implementation
+    ]
     with jax.named_scope("paged_prefill"):
-        return run(
-            q, k, v, pages, layer, page_table, starts, lengths, offsets, window, scale=scale, softcap=softcap
-        )
+        return run(q, k, v, pages, layer, page_table, starts, lengths, offsets, window, scale=scale, softcap=softcap)

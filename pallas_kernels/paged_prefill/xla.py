@@ -106,9 +106,7 @@ def _history(
     tile = min(QUERY_TILE, tokens)
     # a row's last tile may reach past the end: pad, so that a dynamic slice never slides back
     padded = jnp.pad(grouped, ((0, 0), (0, 0), (0, tile), (0, 0)))
-    wide = Partial(
-        *(jnp.pad(part, ((0, 0), (0, 0), (0, tile)) + ((0, 0),) * (part.ndim - 3)) for part in own)
-    )
+    wide = Partial(*(jnp.pad(part, ((0, 0), (0, 0), (0, tile)) + ((0, 0),) * (part.ndim - 3)) for part in own))
     tiles_of_row = jnp.where(rows.starts > 0, (rows.lengths + tile - 1) // tile, 0)
     last_tile = jnp.cumsum(tiles_of_row)
 
@@ -119,7 +117,9 @@ def _history(
         queries = jax.lax.dynamic_slice_in_dim(padded, first, tile, axis=2)
         position = rows.starts[row] + local + jnp.arange(tile)
         in_row = local + jnp.arange(tile) < rows.lengths[row]
-        found = _over_pages(queries, position, in_row, pages, layer, rows.page_table[row], rows.starts[row], window, softcap)
+        found = _over_pages(
+            queries, position, in_row, pages, layer, rows.page_table[row], rows.starts[row], window, softcap
+        )
         before = Partial(*(jax.lax.dynamic_slice_in_dim(part, first, tile, axis=2) for part in state))
         after = merge(before, found)
         return Partial(

@@ -1,0 +1,265 @@
+// paged_prefill on the CPU: a work item is (kv head, row, stretch of its queries); keys are taken a block at a time from
+// pages or from the chunk itself, scores stay in cache, softmax is online.
+//
+// Bound by the products: 4 * head_dim operations a visible (query head, key) pair. They are in bf16 pairs where the CPU has
+// AVX512-BF16 and the caller allows it, else in float32; sums and softmax are in float32.
+
+#include "pallas_kernels/native.h"
+
+namespace zccp {
+
+using F32 = ffi::Buffer<ffi::F32>;
+using S32 = ffi::Buffer<ffi::S32>;
+
+namespace {
+
+constexpr int64_t kQueryRows = 96;  // (query head, token) rows of an item: a multiple of kMicroRows
+constexpr int64_t kMicroRows = 6;   // 6 rows x 4 vectors of sums fill 24 of the 32 vector registers
+constexpr int64_t kKeys = 64;       // keys of a block: 4 vectors
+constexpr int64_t kMaxHeadDim = 1024;
+constexpr float kMasked = -1e30f;
+
+// How numbers are held and multiplied: kPair neighbours along the summed dimension make one Number.
+struct Float32Ops {
+  using Number = float;
+  static constexpr int64_t kPair = 1;
+
+  static v16 multiply_add(v16 acc, const Number* columns, const Number* row) { return acc + load(columns) * *row; }
+
+  static void pack_row(const float* from, int64_t n, float factor, Number* to) {
+    for (int64_t i = 0; i < n; i += 16) store(to + i, load(from + i) * factor);
+  }
+
+  static void pack_rows(const float* const* rows, int64_t n, Number* to) { std::memcpy(to, rows[0], n * sizeof(float)); }
+};
+
+#ifdef __AVX512BF16__
+struct Bf16Ops {
+  using Number = uint32_t;
+  static constexpr int64_t kPair = 2;
+
+  static v16 multiply_add(v16 acc, const Number* columns, const Number* row) {
+    const __m512bh b = (__m512bh)_mm512_loadu_si512(columns);
+    const __m512bh a = (__m512bh)_mm512_set1_epi32(static_cast<int32_t>(*row));
+    return (v16)_mm512_dpbf16_ps((__m512)acc, b, a);
+  }
+
+  // n floats to n / 2 pairs of neighbours.
+  static void pack_row(const float* from, int64_t n, float factor, Number* to) {
+    for (int64_t i = 0; i < n; i += 16) {
+      const __m256bh half = _mm512_cvtneps_pbh((__m512)(load(from + i) * factor));
+      std::memcpy(to + i / 2, &half, sizeof half);
+    }
+  }
+
+  // Two rows of n floats to n pairs, the first row low.
+  static void pack_rows(const float* const* rows, int64_t n, Number* to) {
+    for (int64_t i = 0; i < n; i += 16) {
+      const __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)load(rows[0] + i)));
+      const __m512i high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)load(rows[1] + i)));
+      _mm512_storeu_si512(to + i, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+    }
+  }
+};
+#else
+using Bf16Ops = Float32Ops;  // exact instead of fast
+#endif
+
+// out[6, columns] (+)= rows[6, depth] * packed[depth, columns]; columns a multiple of 16, at most 64 of them at a time.
+template <typename Ops, int kVectors, typename Number = typename Ops::Number>
+void micro(const Number* rows, int64_t row_stride, const Number* packed, int64_t packed_stride, int64_t depth, float* out,
+           int64_t out_stride, bool accumulate) {
+  v16 acc[kMicroRows][kVectors];
+  for (int64_t r = 0; r < kMicroRows; ++r)
+    for (int v = 0; v < kVectors; ++v) acc[r][v] = accumulate ? load(out + r * out_stride + v * 16) : splat(0.0f);
+  for (int64_t i = 0; i < depth; ++i)
+    for (int64_t r = 0; r < kMicroRows; ++r)
+      for (int v = 0; v < kVectors; ++v)
+        acc[r][v] = Ops::multiply_add(acc[r][v], packed + i * packed_stride + v * 16, rows + r * row_stride + i);
+  for (int64_t r = 0; r < kMicroRows; ++r)
+    for (int v = 0; v < kVectors; ++v) store(out + r * out_stride + v * 16, acc[r][v]);
+}
+
+template <typename Ops, typename Number = typename Ops::Number>
+void multiply(const Number* rows, int64_t num_rows, int64_t row_stride, const Number* packed, int64_t columns, int64_t depth,
+              float* out, bool accumulate) {
+  for (int64_t c = 0; c < columns; c += 64)
+    for (int64_t r = 0; r < num_rows; r += kMicroRows) {
+      const Number* a = rows + r * row_stride;
+      float* o = out + r * columns + c;
+      switch (std::min<int64_t>(64, columns - c) / 16) {
+        case 4: micro<Ops, 4>(a, row_stride, packed + c, columns, depth, o, columns, accumulate); break;
+        case 3: micro<Ops, 3>(a, row_stride, packed + c, columns, depth, o, columns, accumulate); break;
+        case 2: micro<Ops, 2>(a, row_stride, packed + c, columns, depth, o, columns, accumulate); break;
+        default: micro<Ops, 1>(a, row_stride, packed + c, columns, depth, o, columns, accumulate); break;
+      }
+    }
+}
+
+struct Problem {
+  int64_t tokens, q_heads, kv_heads, group, head_dim, num_pages, page_size, width, window, per_item;
+  float scale, softcap;
+  const float *q, *k, *v, *pool;  // pool: the layer's pages
+  const int32_t* table;
+  float* out;
+};
+
+struct Item {
+  int64_t row, head, start, offset, first, count;  // queries offset + first .. + count of a row that begins at start
+};
+
+template <typename Ops>
+struct Scratch {
+  std::vector<typename Ops::Number> queries, keys, values, weights, key_rows;
+  std::vector<float> scores, sums, peak, total;
+
+  explicit Scratch(int64_t d)
+      : queries(kQueryRows * d), keys(kKeys * d), values(kKeys * d), weights(kQueryRows * kKeys), key_rows(kKeys * d),
+        scores(kQueryRows * kKeys), sums(kQueryRows * d), peak(kQueryRows), total(kQueryRows) {}
+};
+
+const float* key_at(const Problem& z, const Item& item, int64_t position) {
+  if (position >= item.start) return z.k + ((item.offset + position - item.start) * z.kv_heads + item.head) * z.head_dim;
+  const int64_t listed = z.table[item.row * z.width + position / z.page_size];
+  const int64_t id = std::clamp<int64_t>(listed, 0, z.num_pages - 1);
+  return z.pool + ((id * z.kv_heads + item.head) * 2 * z.page_size + position % z.page_size) * z.head_dim;
+}
+
+const float* value_at(const Problem& z, const Item& item, int64_t position) {
+  if (position >= item.start) return z.v + ((item.offset + position - item.start) * z.kv_heads + item.head) * z.head_dim;
+  return key_at(z, item, position) + z.page_size * z.head_dim;
+}
+
+// Packs n keys from `first` on to [head_dim / kPair, kKeys] and their values to [kKeys / kPair, head_dim]; what lies behind
+// is zero.
+template <typename Ops>
+void pack_block(const Problem& z, const Item& item, int64_t first, int64_t n, Scratch<Ops>& s) {
+  static const std::vector<float> zeros(kMaxHeadDim, 0.0f);
+  const int64_t d = z.head_dim, depth = d / Ops::kPair;
+  const float* values[kKeys];
+  for (int64_t j = 0; j < kKeys; ++j) {
+    Ops::pack_row(j < n ? key_at(z, item, first + j) : zeros.data(), d, 1.0f, s.key_rows.data() + j * depth);
+    values[j] = j < n ? value_at(z, item, first + j) : zeros.data();
+  }
+  for (int64_t i = 0; i < depth; ++i)
+    for (int64_t j = 0; j < kKeys; ++j) s.keys[i * kKeys + j] = s.key_rows[j * depth + i];
+  for (int64_t j = 0; j < kKeys / Ops::kPair; ++j) Ops::pack_rows(values + j * Ops::kPair, d, s.values.data() + j * d);
+}
+
+// Turns a row of scores to weights, given the visible keys [low, high) of the block, and keeps the online sums.
+template <typename Ops>
+void soften(const Problem& z, Scratch<Ops>& s, int64_t row, int64_t low, int64_t high) {
+  float* scores = s.scores.data() + row * kKeys;
+  if (z.softcap > 0)
+    for (int64_t j = low; j < high; ++j) scores[j] = z.softcap * std::tanh(scores[j] / z.softcap);
+  for (int64_t j = 0; j < std::min(low, kKeys); ++j) scores[j] = kMasked;
+  for (int64_t j = std::max<int64_t>(high, 0); j < kKeys; ++j) scores[j] = kMasked;
+  __m512 most = (__m512)load(scores);
+  for (int64_t j = 16; j < kKeys; j += 16) most = _mm512_max_ps(most, (__m512)load(scores + j));
+  const float peak = std::max(s.peak[row], _mm512_reduce_max_ps(most));
+  const float factor = std::exp(s.peak[row] - peak);
+  v16 total = splat(0.0f);
+  for (int64_t j = 0; j < kKeys; j += 16) {
+    // a row that has seen no key yet has a masked peak: its weights must be 0, not e^0
+    const __mmask16 seen = _mm512_cmp_ps_mask((__m512)load(scores + j), _mm512_set1_ps(0.5f * kMasked), _CMP_GT_OQ);
+    const v16 weight = (v16)_mm512_maskz_mov_ps(seen, (__m512)exp16(load(scores + j) - peak));
+    store(scores + j, weight);
+    total += weight;
+  }
+  s.peak[row] = peak;
+  s.total[row] = s.total[row] * factor + sum(total);
+  if (factor != 1.0f) {
+    float* sums = s.sums.data() + row * z.head_dim;
+    for (int64_t j = 0; j < z.head_dim; j += 16) store(sums + j, load(sums + j) * factor);
+  }
+  Ops::pack_row(scores, kKeys, 1.0f, s.weights.data() + row * (kKeys / Ops::kPair));
+}
+
+template <typename Ops>
+void run_item(const Problem& z, const Item& item) {
+  static thread_local std::unique_ptr<Scratch<Ops>> kept;
+  static thread_local int64_t kept_dim = 0;
+  if (kept_dim != z.head_dim) {
+    kept = std::make_unique<Scratch<Ops>>(z.head_dim);
+    kept_dim = z.head_dim;
+  }
+  Scratch<Ops>& s = *kept;
+  const int64_t d = z.head_dim, depth = d / Ops::kPair, used = z.group * item.count;
+  const int64_t rows = (used + kMicroRows - 1) / kMicroRows * kMicroRows;
+  std::fill(s.sums.begin(), s.sums.begin() + rows * d, 0.0f);
+  std::fill(s.peak.begin(), s.peak.end(), kMasked);
+  std::fill(s.total.begin(), s.total.end(), 0.0f);
+  for (int64_t r = 0; r < rows; ++r) {  // row r is query head r % group of token r / group
+    if (r >= used) {
+      std::fill(s.queries.begin() + r * depth, s.queries.begin() + (r + 1) * depth, 0);
+      continue;
+    }
+    const int64_t token = item.offset + item.first + r / z.group;
+    Ops::pack_row(z.q + (token * z.q_heads + item.head * z.group + r % z.group) * d, d, z.scale, s.queries.data() + r * depth);
+  }
+  const int64_t newest = item.start + item.first + item.count;  // one past the last query's position
+  const int64_t oldest = z.window > 0 ? std::max<int64_t>(0, item.start + item.first - z.window + 1) : 0;
+  for (int64_t block = oldest; block < newest; block += kKeys) {
+    pack_block<Ops>(z, item, block, std::min(kKeys, newest - block), s);
+    multiply<Ops>(s.queries.data(), rows, depth, s.keys.data(), kKeys, depth, s.scores.data(), false);
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t position = item.start + item.first + std::min(r, used - 1) / z.group;
+      const int64_t low = z.window > 0 ? std::max<int64_t>(0, position - z.window + 1 - block) : 0;
+      soften<Ops>(z, s, r, low, std::min(kKeys, position + 1 - block));
+    }
+    multiply<Ops>(s.weights.data(), rows, kKeys / Ops::kPair, s.values.data(), d, kKeys / Ops::kPair, s.sums.data(), true);
+  }
+  for (int64_t r = 0; r < used; ++r) {
+    const int64_t token = item.offset + item.first + r / z.group;
+    float* out = z.out + (token * z.q_heads + item.head * z.group + r % z.group) * d;
+    const float inverse = 1.0f / s.total[r];
+    for (int64_t j = 0; j < d; j += 16) store(out + j, load(s.sums.data() + r * d + j) * inverse);
+  }
+}
+
+
+ffi::Error PagedPrefill(ffi::ThreadPool pool, F32 q, F32 k, F32 v, F32 pages, S32 layer, S32 table, S32 starts, S32 lengths,
+                        S32 offsets, S32 window, ffi::ResultBuffer<ffi::F32> out, float scale, float softcap, bool bf16) {
+  const auto qs = q.dimensions(), ps = pages.dimensions();  // tokens q_heads d; layers num_pages kv_heads 2 page_size d
+  const int64_t at = layer.typed_data()[0], group = qs[1] / ps[2];
+  if (at < 0 || at >= ps[0]) return ffi::Error::InvalidArgument("paged_prefill: layer is outside the pool");
+  if (qs[2] % 16 || qs[2] > kMaxHeadDim) return ffi::Error::InvalidArgument("paged_prefill: head_dim must be a multiple of 16");
+  if (group > kQueryRows) return ffi::Error::InvalidArgument("paged_prefill: too many query heads share a kv head");
+  const Problem z{qs[0], qs[1], ps[2], group, qs[2], ps[1], ps[4], table.dimensions()[1], window.typed_data()[0],
+                  kQueryRows / group, scale, softcap, q.typed_data(), k.typed_data(), v.typed_data(),
+                  pages.typed_data() + at * ps[1] * ps[2] * 2 * ps[4] * ps[5], table.typed_data(), out->typed_data()};
+  std::fill(z.out, z.out + z.tokens * z.q_heads * z.head_dim, 0.0f);
+  std::vector<Item> items;
+  for (int64_t row = 0; row < lengths.dimensions()[0]; ++row) {
+    const int64_t length = lengths.typed_data()[row];
+    for (int64_t first = (length - 1) / z.per_item * z.per_item; length > 0 && first >= 0; first -= z.per_item)
+      for (int64_t head = 0; head < z.kv_heads; ++head)
+        items.push_back({row, head, starts.typed_data()[row], offsets.typed_data()[row], first,
+                         std::min(z.per_item, length - first)});
+  }
+  parallel_for(pool, static_cast<int64_t>(items.size()), [&](int64_t i) {
+    bf16 ? run_item<Bf16Ops>(z, items[i]) : run_item<Float32Ops>(z, items[i]);
+  });
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace zccp
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(zccp_paged_prefill, zccp::PagedPrefill,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<zccp::F32>()
+                                  .Arg<zccp::F32>()
+                                  .Arg<zccp::F32>()
+                                  .Arg<zccp::F32>()
+                                  .Arg<zccp::S32>()
+                                  .Arg<zccp::S32>()
+                                  .Arg<zccp::S32>()
+                                  .Arg<zccp::S32>()
+                                  .Arg<zccp::S32>()
+                                  .Arg<zccp::S32>()
+                                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Attr<float>("scale")
+                                  .Attr<float>("softcap")
+                                  .Attr<bool>("bf16"));
