@@ -97,6 +97,10 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         Annotated[Literal["float32", "bf16", "int8", "bmq4", "bmq2"], _text("Format of keys and values.")] | None
     ) = None
     weight_form: Annotated[Literal["float32", "bf16", "int8"], _text("Format of weights.")] | None = None
+    implementation: (
+        Annotated[Literal["xla", "native"], _text("Code path of the programs; empty = native where the CPU can.")]
+        | None
+    ) = None
     kv_memory_mb: Annotated[int, _number(1, 4_194_304, "Memory for keys and values, MiB.")] | None = None
     max_waiting: Annotated[int, _number(1, 65_536, "Sequences that may wait; more get 429.")] = 256
     max_waiting_tokens: Annotated[int, _number(64, 1 << 31, "Prompt ids that may wait; more get 429.")] = 524_288

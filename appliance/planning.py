@@ -9,9 +9,10 @@ from pathlib import Path
 from appliance.config import ApplianceConfig
 from appliance.host.segments import SEGMENT_TOKENS
 from appliance.model.record import ModelRecord
+from pallas_kernels.platform import cpu_features
 from planner.architecture import ModelArchitecture
 from planner.formats import KvFormat, WeightForm
-from planner.plan import Plan, make_plan
+from planner.plan import Plan, default_implementation, make_plan
 
 DEFAULT_TARGET = "cpu_native"
 DEFAULT_SLOTS = 16
@@ -42,9 +43,10 @@ def plan_for(config: ApplianceConfig, record: ModelRecord) -> Plan:
     architecture = record.read_architecture()
     context = served_context(config, record)
     kv_format = KvFormat(engine.kv_format or KvFormat.FLOAT32)
+    target = engine.target or DEFAULT_TARGET
     return make_plan(
         architecture,
-        target=engine.target or DEFAULT_TARGET,
+        target=target,
         weight_form=WeightForm(engine.weight_form or WeightForm.INT8),
         kv_format=kv_format,
         context=context,
@@ -53,6 +55,7 @@ def plan_for(config: ApplianceConfig, record: ModelRecord) -> Plan:
         prefill_slots=engine.prefill_rows or DEFAULT_PREFILL_ROWS,
         page_size=config.page_size or DEFAULT_PAGE_SIZE,
         kv_bytes=engine.kv_memory_mb << 20 if engine.kv_memory_mb else _default_kv_bytes(architecture, context),
+        implementation=engine.implementation or default_implementation(architecture, target, kv_format, cpu_features()),
     )
 
 
