@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 _AnyRequest = Request[Any, Any, Any]
 
 
-def create_app(  # noqa: PLR0917 - the seams of one app, in the order of api.services
+def create_app(
     generator: Generator,
     codec: TextCodec,
     card: ModelCard,

@@ -5,9 +5,9 @@ headers; never a body.
 """
 
 import asyncio
-from typing import Any, cast
+from typing import cast
 
-from litestar.types import ASGIApp, Receive, Scope, Send
+from litestar.types import ASGIApp, HTTPScope, Receive, Scope, Send
 
 from api.answers import error_answer
 from api.errors import PathTooLongError
@@ -69,6 +69,7 @@ class Edge:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope = cast("HTTPScope", scope)
         route = route_label(scope["path"])
         exchange = Exchange(scope, receive, send, route=route, settings=self._settings, clock=self._clock)
         attach_exchange(scope, exchange)
@@ -89,18 +90,18 @@ class Edge:
             if observed:
                 self._observer.request_finished(exchange.record())
 
-    async def _answer(self, scope: Scope, exchange: Exchange) -> None:
+    async def _answer(self, scope: HTTPScope, exchange: Exchange) -> None:
         bound = self._settings.max_path_bytes
         if len(scope["path"]) > bound:
             error = PathTooLongError(f"the path has {len(scope['path'])} characters; at most {bound} are taken")
             await error_answer(exchange, error)(scope, exchange.receive, exchange.send)
             return
-        method = scope.get("method")
+        method = scope["method"]
         if method == "OPTIONS" and exchange.header(b"access-control-request-method") is not None:
             await self._preflight(exchange)
             return
         if method == "HEAD":
-            cast("dict[str, Any]", scope)["method"] = "GET"
+            scope["method"] = "GET"
         await self._app(scope, exchange.receive, exchange.send)
 
     def _cross_origin(self, exchange: Exchange) -> list[tuple[bytes, bytes]]:

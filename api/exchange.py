@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from litestar.types import HTTPReceiveMessage, Message, Receive, Scope, Send
+from litestar.types import HTTPReceiveMessage, HTTPScope, Message, Receive, Scope, Send
 
 from api.errors import Shape, shape_of
 from api.ports import RequestRecord, Tenant
@@ -67,7 +67,7 @@ class Exchange:
     )
 
     def __init__(
-        self, scope: Scope, receive: Receive, send: Send, *, route: str, settings: ApiSettings, clock: Clock
+        self, scope: HTTPScope, receive: Receive, send: Send, *, route: str, settings: ApiSettings, clock: Clock
     ) -> None:
         self.headers: list[tuple[bytes, bytes]] = list(cast("Any", scope["headers"]))
         self.route = route
@@ -79,7 +79,7 @@ class Exchange:
         self.response_headers: list[tuple[bytes, bytes]] = [(b"x-request-id", self.request_id.encode())]
         if self.shape is Shape.ANTHROPIC:
             self.response_headers.append((b"request-id", self.request_id.encode()))
-        self._head = scope.get("method") == "HEAD"
+        self._head = scope["method"] == "HEAD"
         self._receive = receive
         self._send = send
         self._settings = settings
@@ -192,7 +192,7 @@ class Exchange:
 
 def attach_exchange(scope: Scope, exchange: Exchange) -> None:
     """Put an exchange where ``exchange_of`` finds it."""
-    cast("dict[str, Any]", scope["state"])[_STATE_KEY] = exchange
+    scope["state"][_STATE_KEY] = exchange
 
 
 def exchange_of(scope: Scope) -> Exchange:

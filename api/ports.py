@@ -102,9 +102,13 @@ class Generator(Protocol):
         ContextLengthError: the prompt can never fit; carries both numbers.
     """
 
-    async def submit(self, request: GenerationRequest) -> Generation: ...
+    async def submit(self, request: GenerationRequest) -> Generation:
+        """Hand a request to the engine; returns once it is in the engine's queue."""
+        ...
 
-    def status(self) -> "EngineStatus": ...
+    def status(self) -> "EngineStatus":
+        """What is known of the engine now, without asking it."""
+        ...
 
 
 class EngineStatus(Struct, frozen=True, kw_only=True):
@@ -211,7 +215,9 @@ class KeyRing(Protocol):
     """API keys. ``open`` means that no key is needed (loopback without keys, or so configured)."""
 
     @property
-    def open(self) -> bool: ...
+    def open(self) -> bool:
+        """Whether requests without a key are taken."""
+        ...
 
     def find(self, key: bytes) -> Tenant | None:
         """The tenant of a valid, unexpired key, compared in constant time."""
@@ -242,7 +248,10 @@ class Quota(Protocol):
 
 
 class RequestRecord(Struct, frozen=True, kw_only=True):
-    """What one finished request was, for metrics and the log; never its text. Durations in seconds, None = never came."""
+    """What one finished request was, for metrics and the log; never its text.
+
+    Durations in seconds, None = never came.
+    """
 
     request_id: str
     route: str
@@ -262,9 +271,13 @@ class RequestRecord(Struct, frozen=True, kw_only=True):
 class Observer(Protocol):
     """Where the HTTP layer reports what happened."""
 
-    def request_started(self, route: str) -> None: ...
+    def request_started(self, route: str) -> None:
+        """A request has arrived; ``route`` is a template, never a path."""
+        ...
 
-    def request_finished(self, record: RequestRecord) -> None: ...
+    def request_finished(self, record: RequestRecord) -> None:
+        """The request is over, however it ended; called once for each that was started."""
+        ...
 
     def exposition(self) -> tuple[str, bytes]:
         """Content type and body of ``/metrics``, merged over the processes of the node."""

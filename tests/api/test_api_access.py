@@ -232,7 +232,10 @@ def test_what_the_engine_refuses(error: Any, status: int, openai: str, anthropic
     rig = Rig(engine)
     for stream in (False, True):
         reply = rig.post(CHAT, chat(stream=stream))
-        assert (reply.status, reply.header("retry-after")) == (status, {429: "2", 503: "2"}[status] if error.retry_after_s else "1")
+        assert (reply.status, reply.header("retry-after")) == (
+            status,
+            {429: "2", 503: "2"}[status] if error.retry_after_s else "1",
+        )
         assert reply.json()["error"]["type"] == openai
         assert rig.post(MESSAGES, message(stream=stream)).json()["error"]["type"] == anthropic
     assert rig.observer.records[0].finish_reason == ("refused" if status == 429 else "error")

@@ -30,9 +30,7 @@ def both(script: Any, body: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
     whole = Rig(ScriptedEngine(script)).post(CHAT, body)
     assert whole.status == 200, whole.body
     answer = whole.json()
-    stream = Rig(ScriptedEngine(script)).post(
-        CHAT, {**body, "stream": True, "stream_options": {"include_usage": True}}
-    )
+    stream = Rig(ScriptedEngine(script)).post(CHAT, {**body, "stream": True, "stream_options": {"include_usage": True}})
     assert stream.ended
     *chunks, done = stream.data()
     assert done == "[DONE]"

@@ -13,9 +13,7 @@ def both(script: Any, body: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
     reply = Rig(ScriptedEngine(script)).post(TEXT, body)
     assert reply.status == 200, reply.body
     answer = reply.json()
-    stream = Rig(ScriptedEngine(script)).post(
-        TEXT, {**body, "stream": True, "stream_options": {"include_usage": True}}
-    )
+    stream = Rig(ScriptedEngine(script)).post(TEXT, {**body, "stream": True, "stream_options": {"include_usage": True}})
     *chunks, usage, done = stream.data()
     assert done == "[DONE]"
     assert (usage["choices"], usage["usage"]) == ([], answer["usage"])

@@ -63,7 +63,7 @@ def test_bc098_deep_nesting(depth: int, name: bytes) -> None:
         (CHAT, b'{"model":"tiny","messages":[{"role":"user","content":"cut \\ud83e"}]}'),
         (CHAT, b'{"model":"tiny","messages":[{"role":"user","content":"cut \\ud83e"}],"stream":true}'),
         (TEXT, b'{"model":"tiny","prompt":"\\udcab"}'),
-        (MESSAGES, b'{"model":"tiny","max_tokens":4,"messages":[{"role":"user","content":[{"type":"text","text":"\\udd16 q"}]}]}'),
+        (MESSAGES, b'{"model":"tiny","messages":[{"role":"user","content":[{"type":"text","text":"\\udd16 q"}]}]}'),
         (CHAT, b'{"model":"tiny","messages":[{"role":"user","content":"hi"}],"stop":"\\ud800\\ud800"}'),
         (CHAT, b'{"model":"\\ud83e","messages":[{"role":"user","content":"hi"}]}'),
     ],

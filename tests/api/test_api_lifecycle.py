@@ -1,4 +1,4 @@
-"""Failures in mid-stream, clients that leave or do not read, silences: nothing is left running, nothing ends falsely."""
+"""Failures in mid-stream, clients that leave or do not read, silences: nothing runs on, nothing ends falsely."""
 
 import asyncio
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import pytest
 
 from api.ports import Finished, GenerationRequest
 from api.settings import ApiSettings
-from tests.support.api_rig import CHAT, MESSAGES, TEXT, Caller, Rig, chat, message, prompt
+from tests.support.api_rig import CHAT, MESSAGES, TEXT, Caller, Rig, chat, message, prompt, until
 from tests.support.scripted_engine import ScriptedEngine, Step, say, tokens
 
 ALL = [(CHAT, chat), (TEXT, prompt), (MESSAGES, message)]
@@ -22,7 +22,12 @@ def then(*steps: Step) -> Callable[[GenerationRequest], list[Step]]:
 FAULTS = [
     (Finished(0, "error", error="the device was lost"), "the device was lost", "generation_failed", "api_error"),
     (Finished(0, "error"), "gave this request up", "generation_failed", "api_error"),
-    (Finished(0, "cancelled", error="deadline of 5 s passed"), "deadline of 5 s passed", "not_ready", "overloaded_error"),
+    (
+        Finished(0, "cancelled", error="deadline of 5 s passed"),
+        "deadline of 5 s passed",
+        "not_ready",
+        "overloaded_error",
+    ),
     (RuntimeError("secret"), "internal error", "internal_error", "api_error"),
 ]
 
@@ -91,8 +96,7 @@ def left(rig: Rig, path: str, body: Any, when: Callable[[Rig], bool]) -> None:
     async def run() -> None:
         callers: list[Caller] = []
         task = asyncio.ensure_future(rig.call("POST", path, body, callers=callers))
-        while not when(rig):
-            await asyncio.sleep(0)
+        await until(lambda: when(rig))
         callers[0].leave()
         reply = await asyncio.wait_for(task, 1)
         assert not reply.ended
@@ -127,16 +131,12 @@ def test_leaving_while_the_engine_admits_cancels_what_it_admits() -> None:
         rig = Rig(engine)
         callers: list[Caller] = []
         task = asyncio.ensure_future(rig.call("POST", CHAT, chat(), callers=callers))
-        while not engine.requests:
-            await asyncio.sleep(0)
+        await until(lambda: engine.requests)
         callers[0].leave()
         await task
         assert engine.generations == []
         engine.admission.set()
-        while not engine.generations:
-            await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert engine.cancels == [[None]]
+        await until(lambda: engine.cancels == [[None]])
 
     asyncio.run(run())
 

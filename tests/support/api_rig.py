@@ -118,6 +118,17 @@ class Reply:
 Hook = Callable[["Caller", bytes], Awaitable[None]]
 
 
+async def until(condition: Callable[[], Any]) -> None:
+    """Let the loop run until a condition holds.
+
+    Raises:
+        TimeoutError: it did not within two seconds.
+    """
+    async with asyncio.timeout(2):
+        while not condition():  # noqa: ASYNC110 - the condition is about code that knows of no event
+            await asyncio.sleep(0)
+
+
 class Caller:
     """One request in the making: ``leave`` is the client closing its connection."""
 
@@ -193,7 +204,7 @@ class Rig:
     ) -> Reply:
         """One request; ``body`` is bytes, a list of parts, or anything that JSON can hold.
 
-        ``on_chunk`` runs in the app's write; ``callers`` takes the handle of the request; ``stalls`` leaves the body open.
+        ``on_chunk`` runs in the app's write, ``callers`` takes the request's handle, ``stalls`` leaves the body open.
         """
         parts = body if isinstance(body, list) and body and isinstance(body[0], bytes) else [body]
         parts = [part if isinstance(part, bytes) else json.dumps(part).encode() for part in parts]

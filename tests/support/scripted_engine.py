@@ -24,7 +24,14 @@ from api.ports import (
 
 BOS, EOS, SYSTEM, USER, ASSISTANT = 256, 257, 258, 259, 260
 SPECIAL = {BOS: "<|bos|>", EOS: "<|end|>", SYSTEM: "<|system|>", USER: "<|user|>", ASSISTANT: "<|assistant|>"}
-PIECES = {261: b"hello", 262: b" world", 263: "\U0001fae0".encode()[:2], 264: "\U0001fae0".encode()[2:], 265: b"q;r;s"}
+PIECES = {
+    261: b"hello",
+    262: b" world",
+    263: "\U0001fae0".encode()[:2],
+    264: "\U0001fae0".encode()[2:],
+    265: b"q;r;s",
+    266: b"y" * 50_000,
+}
 VOCAB = 272
 
 Step = Tokens | Finished | float | asyncio.Event | Exception
