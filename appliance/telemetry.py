@@ -59,40 +59,33 @@ def configure_logging(level: str, process: str) -> None:
         structlog.processors.TimeStamper(fmt="iso", utc=True, key="time"),
         add_process,
     ]
-    last: list[structlog.types.Processor] = [
-        show_exception,
-        redact,
-        structlog.processors.JSONRenderer(sort_keys=False),
-    ]
     structlog.configure(
-        processors=[structlog.stdlib.filter_by_level, *shared, *last],
+        processors=[
+            structlog.stdlib.filter_by_level,
+            *shared,
+            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
+        ],
         logger_factory=structlog.stdlib.LoggerFactory(),
         wrapper_class=structlog.stdlib.BoundLogger,
         cache_logger_on_first_use=False,
     )
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_JsonFormatter(shared, last))
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=[*shared, structlog.stdlib.add_logger_name, structlog.stdlib.ExtraAdder()],
+            processors=[
+                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+                show_exception,
+                redact,
+                structlog.processors.JSONRenderer(sort_keys=False),
+            ],
+        )
+    )
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(threshold)
     for name in ("httpx", "httpcore", "jax", "orbax", "absl"):
         logging.getLogger(name).setLevel(max(threshold, logging.WARNING))
-
-
-class _JsonFormatter(logging.Formatter):
-    """Passes on our own lines, which are JSON already, and makes JSON of the libraries'."""
-
-    def __init__(self, shared: list[structlog.types.Processor], last: list[structlog.types.Processor]) -> None:
-        super().__init__("%(message)s")
-        self._foreign = structlog.stdlib.ProcessorFormatter(
-            foreign_pre_chain=[*shared, structlog.stdlib.add_logger_name, structlog.stdlib.ExtraAdder()],
-            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *last],
-        )
-
-    def format(self, record: logging.LogRecord) -> str:
-        """One line."""
-        own = record.name.startswith("zccp") and isinstance(record.msg, str) and record.msg.startswith("{")
-        return record.getMessage() if own else self._foreign.format(record)
 
 
 def show_exception(_: object, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
@@ -121,11 +114,18 @@ def show_exception(_: object, __: str, event: MutableMapping[str, Any]) -> Mutab
 def redact(_: object, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
     """Replace what looks like a key or a password in any text of a log line; a last net, not the first."""
     for key, value in event.items():
-        if isinstance(value, str):
-            event[key] = _SECRET.sub("[redacted]", value)
-        elif not isinstance(value, bool | int | float | None):
-            event[key] = _SECRET.sub("[redacted]", str(value))
+        event[key] = _clean(value)
     return event
+
+
+def _clean(value: object) -> object:
+    match value:
+        case None | bool() | int() | float():
+            return value
+        case list() | tuple():
+            return [_clean(item) for item in value]
+        case _:
+            return _SECRET.sub("[redacted]", str(value))
 
 
 class Metrics:

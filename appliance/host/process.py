@@ -25,12 +25,13 @@ def die_with_parent(parent_pid: int) -> None:
 def notify(address: str | None, *fields: str) -> None:
     """Tell the service manager something, as in ``READY=1``; nothing where there is none.
 
-    Source: systemd's sd_notify(3). A manager that does not listen is no reason to fail.
+    Source: systemd's sd_notify(3). A manager that does not listen, or not within a second, is no reason to fail.
     """
     if not address:
         return
     target = "\0" + address[1:] if address.startswith("@") else address
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
+        sender.settimeout(1.0)
         try:
             sender.connect(target)
             sender.send("\n".join(fields).encode())

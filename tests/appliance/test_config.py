@@ -60,7 +60,10 @@ def test_documented_page_size_in_bytes_of_ids() -> None:
         ({"cache": {"csf_mask_patterns": ["("]}}, r"csf_mask_patterns\[0\] is '\(', no regular expression"),
         ({"shared_memory": {"segment_size_kb": 1022}}, "segment_size_kb is 1022; it must be a multiple of 4"),
         ({"shared_memory": {"segment_size_kb": 512}}, "segment_size_kb is 512; .* at least 516"),
-        ({"shared_memory": {"segment_count": 8}, "server": {"workers": 2}}, "segment_count 8 leaves 4 segments to each"),
+        (
+            {"shared_memory": {"segment_count": 8}, "server": {"workers": 2}},
+            "segment_count 8 leaves 4 segments to each",
+        ),
         ({"engine": {"page_size": 48}}, "engine.page_size is 48; it must be a power of two between 16 and 512"),
         ({"engine": {"page_size": 8}}, "engine.page_size is 8; it must be between 16 and 512"),
         ({"engine": {"page_size": 64, "kv_format": "bmq4"}}, "kv_format bmq4 needs a multiple of 128"),

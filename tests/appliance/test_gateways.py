@@ -145,7 +145,7 @@ def test_every_sampling_parameter_reaches_the_engine(tmp_path: Path) -> None:
                         ignore_eos=True,
                         stop_token_ids=(7, 8),
                         top_logprobs=20,
-                    )  # fmt: skip
+                    )
                 )
             )
             (sequence,) = both.engine.sequences.values()
@@ -508,7 +508,7 @@ def test_killed_worker_frees_its_sequences_and_its_successor_waits_for_that(tmp_
         successor.send(wire.encode(wire.Attach(1, os.getpid(), 2, 2)))
         engine.turn()
         engine.turn()
-        successor.setblocking(False)
+        successor.settimeout(0)
         seen = _messages(successor)
         assert not any(isinstance(message, wire.Welcome) for message in seen)
         engine.emit(2, (40,))
@@ -537,7 +537,7 @@ def _messages(peer: socket.socket) -> list[object]:
 def _attached(engine: EngineLoop, path: Path, first: int = 0, count: int = 2) -> socket.socket:
     peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     peer.connect(str(path))
-    peer.setblocking(False)
+    peer.settimeout(0)
     peer.send(wire.encode(wire.Attach(0, os.getpid(), first, count)))
     for _ in range(3):
         engine.turn()
@@ -545,8 +545,14 @@ def _attached(engine: EngineLoop, path: Path, first: int = 0, count: int = 2) ->
 
 
 def _submit(*segments: int, epoch: int = 1) -> bytes:
-    sampling = wire.WireSampling(9, 0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, (), 1, 0, False, (), -1)
-    return wire.encode(wire.Submit(segments, epoch, 1, "r", "t", sampling, 0, 0, ""))
+    return wire.encode(wire.Submit(segments, epoch, 1, "r", "t", _sampling(9), 0, 0, ""))
+
+
+def _sampling(max_tokens: int, top_logprobs: int = -1) -> wire.WireSampling:
+    return wire.WireSampling(
+        max_tokens, 0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, (), 1, 0, ignore_eos=False, stop_token_ids=(),
+        top_logprobs=top_logprobs,
+    )  # fmt: skip
 
 
 def _bad_packets() -> dict[str, bytes]:
@@ -643,8 +649,7 @@ def test_unread_logprobs_are_bounded(tmp_path: Path) -> None:
         segments.write_prompt(0, [1], 0, 0)
         engine = EngineLoop(path, segments)
         peer = _attached(engine, path)
-        sampling = wire.WireSampling(4000, 0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, (), 1, 0, False, (), 20)
-        peer.send(wire.encode(wire.Submit((0,), 1, 1, "r", "t", sampling, 0, 0, "")))
+        peer.send(wire.encode(wire.Submit((0,), 1, 1, "r", "t", _sampling(4000, 20), 0, 0, "")))
         engine.turn()
         record = tuple((n, -1.0) for n in range(21))
         block = (tuple([5] * 1000), tuple([record] * 1000))

@@ -99,7 +99,7 @@ def test_a_file_that_vanishes_or_breaks_opens_nothing(path: Path) -> None:
 def test_a_broken_file_at_start_is_refused(path: Path) -> None:
     path.parent.mkdir()
     path.write_text("[]")
-    with pytest.raises(KeyFileError, match="is damaged: .* restore it from a backup"):
+    with pytest.raises(KeyFileError, match=r"is damaged: .* restore it from a backup"):
         FileKeyRing(path)
     path.write_bytes(msgspec.json.encode(KeyFile(version=2)))
     with pytest.raises(KeyFileError, match="has version 2; this version reads 1"):
@@ -127,7 +127,13 @@ def test_revoking_an_unknown_key(path: Path) -> None:
 
 
 def test_two_processes_add_without_losing_any(path: Path) -> None:
-    code = "import sys; from pathlib import Path; from appliance import keys\nfor n in range(20): keys.add(Path(sys.argv[1]), sys.argv[2])"
+    code = """
+import sys
+from pathlib import Path
+from appliance import keys
+for _ in range(20):
+    keys.add(Path(sys.argv[1]), sys.argv[2])
+"""
     running = [subprocess.Popen([sys.executable, "-c", code, str(path), name]) for name in ("a", "b")]
     assert [process.wait() for process in running] == [0, 0]
     tenants = [record.tenant for record in keys.read(path).keys]

@@ -1,7 +1,7 @@
 """Children for tests of whole processes: a real worker over a byte codec, a real engine over the arithmetic model.
 
-Run as ``python -m tests.support.serving_children worker|engine [delay in ms] assignment.json``. The codec maps id n to the
-character chr(32 + n), so that ids 0 to 94 are printable and every text of a prompt can be sent.
+Run as ``python -m tests.support.serving_children worker|engine [delay in ms] assignment.json``. The codec maps id n to
+the character chr(32 + n), so that ids 0 to 94 are printable and every text of a prompt can be sent.
 """
 
 import os
@@ -60,9 +60,7 @@ def build_with(delay_s: float, fail: str = ""):
         lattice = Lattice(decode_slots=(8,), prefill_chunks=(64,), prefill_slots=4, widths=(CONTEXT // 16,))
         model = ArithmeticModel(lattice, 256, 16, on_write=lambda _slot, _page: time.sleep(delay_s))
         scheduler = Scheduler(lattice, PagePool(256, 16), SchedulerSettings(prefill_budget=64))
-        engine = Engine(
-            "weights", model.state(), model.programs(), scheduler, gateway, vocab=VOCAB, metrics=observer
-        )
+        engine = Engine("weights", model.state(), model.programs(), scheduler, gateway, vocab=VOCAB, metrics=observer)
         return engine, ModelLimits(VOCAB, CONTEXT, frozenset())
 
     return build

@@ -1,6 +1,5 @@
 """Segments: the layout byte for byte, two processes on one file, allocation, stale files."""
 
-import os
 import signal
 import struct
 import subprocess
@@ -8,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 
 from appliance.host.segments import (
     MIN_STRIDE_BYTES,
@@ -86,7 +86,7 @@ def test_attach_checks_size_and_header(tmp_path: Path) -> None:
         with segments.path.open("r+b") as file:
             file.seek(STRIDE + 8)
             file.write(struct.pack("<I", 2))
-        with pytest.raises(SegmentError, match="segment 1 .* version 2; this version reads 0xcafebabe version 1"):
+        with pytest.raises(SegmentError, match=r"segment 1 .* version 2; this version reads 0xcafebabe version 1"):
             SegmentFile.attach(segments.path, 2, STRIDE)
 
 
@@ -148,7 +148,7 @@ def test_shares_are_contiguous_and_complete() -> None:
     assert [share(10, 4, worker) for worker in range(4)] == [
         SegmentRange(0, 3), SegmentRange(3, 3), SegmentRange(6, 2), SegmentRange(8, 2),
     ]  # fmt: skip
-    with pytest.raises(SegmentError, match="3 segments for 4 workers; raise shared_memory.segment_count"):
+    with pytest.raises(SegmentError, match="3 segments for 4 workers; raise"):
         share(3, 4, 0)
     with pytest.raises(SegmentError, match="worker 4 of 4"):
         share(10, 4, 4)
@@ -183,7 +183,5 @@ def test_allocator_refuses_a_foreign_segment() -> None:
 
 def test_module_needs_no_numpy() -> None:
     code = "import sys, appliance.host.segments, appliance.host.channel; print({'numpy', 'jax'} & set(sys.modules))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=dict(os.environ)
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

@@ -1,0 +1,307 @@
+"""The whole node: a real main process, a real worker with real HTTP, a real engine loop over the arithmetic model."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from appliance.host.process import ending
+from appliance.lifecycle import StartError, reserve_port
+from planner.sequence import Sampling
+from tests.support.arithmetic_model import continuation
+from tests.support.serving_children import ByteCodec
+
+ROOT = Path(__file__).resolve().parents[2]
+MAIN = """
+import json, sys
+from pathlib import Path
+from appliance.config import build
+from appliance.lifecycle import Commands, StartError, serve
+from appliance.telemetry import configure_logging
+given = json.loads(sys.argv[1])
+configure_logging("info", "main")
+run = (sys.executable, "-m", "tests.support.serving_children")
+commands = Commands(worker=(*run, "worker"), engine=(*run, *given.pop("engine")))
+try:
+    sys.exit(serve(build(given, {}), Path("/no-model"), commands, lambda line: print(line, flush=True)))
+except StartError as error:
+    print(f"StartError: {error}", file=sys.stderr)
+    sys.exit(1)
+"""
+
+
+@dataclass
+class Node:
+    process: "subprocess.Popen[str]"
+    log: Path
+    home: Path
+    url: str = ""
+
+    def wait_ready(self) -> None:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line.startswith("zccp is ready at http://127.0.0.1:"), self.lines()
+        self.url = line.split()[-1]
+
+    def lines(self) -> list[dict]:
+        return [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
+
+    def children(self) -> dict[str, int]:
+        return {line["process"]: line["pid"] for line in self.lines()}
+
+    def end(self, number: int = signal.SIGTERM, within_s: float = 10.0) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(within_s)
+
+
+@contextmanager
+def node(tmp_path: Path, *, delay_ms: float = 0.0, engine: tuple[str, ...] = (), **sections: dict) -> Iterator[Node]:
+    server = {"port": 0, "drain_s": 5, **sections.pop("server", {})}
+    given = {
+        "engine": engine or ("engine", str(delay_ms)),
+        "server": server,
+        "shared_memory": {"segment_count": 16},
+        "paths": {"home": str(tmp_path / "home"), "run": str(tmp_path / "run")},
+        **sections,
+    }
+    log = tmp_path / "log.txt"
+    with (
+        log.open("w") as stderr,
+        subprocess.Popen(
+            [sys.executable, "-c", MAIN, json.dumps(given)],
+            stdout=subprocess.PIPE, stderr=stderr, text=True, cwd=ROOT,
+        ) as process,
+    ):  # fmt: skip
+        running = Node(process, log, tmp_path / "home")
+        try:
+            yield running
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+def ask(url: str, prompt: str, max_tokens: int, **more: object) -> httpx.Response:
+    body = {"model": "arithmetic", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "seed": 1, **more}
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=30.0)
+
+
+def expected(prompt: str, max_tokens: int) -> str:
+    ids = ByteCodec().encode(prompt, parse_special=False)
+    answer = continuation(ids, Sampling(max_tokens=max_tokens, temperature=0.0, seed=1))
+    return "".join(chr(32 + token) for token in answer)
+
+
+@contextmanager
+def stream(url: str, prompt: str, max_tokens: int) -> Iterator[Iterator[str]]:
+    body = {
+        "model": "arithmetic", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "seed": 1, "stream": True,
+    }  # fmt: skip
+    with httpx.Client(timeout=30.0) as client, client.stream("POST", f"{url}/v1/completions", json=body) as response:
+        assert response.status_code == 200
+        yield (line[6:] for line in response.iter_lines() if line.startswith("data: "))
+
+
+def text_of(events: list[str]) -> str:
+    return "".join(choice["text"] for event in events for choice in json.loads(event).get("choices", ()))
+
+
+def test_requests_metrics_and_a_clean_end(tmp_path: Path) -> None:
+    with node(tmp_path, server={"workers": 2}) as running:
+        running.wait_ready()
+        assert httpx.get(f"{running.url}/health/ready").status_code == 200
+        for prompt in ("hello", "the quick brown fox", "x" * 200):
+            answer = ask(running.url, prompt, 40)
+            assert answer.status_code == 200, answer.text
+            assert answer.headers["x-request-id"]
+            assert answer.json()["choices"][0]["text"] == expected(prompt, 40)
+        metrics = httpx.get(f"{running.url}/metrics").text
+        assert "zccp_generated_tokens_total 120.0" in metrics
+        assert "zccp_kv_pages_used 0.0" in metrics
+        segments = list(Path("/dev/shm").glob(f"zccp-{running.process.pid}-*.segments"))
+        assert len(segments) == 1
+        assert running.end() == 0
+        assert not segments[0].exists()
+        assert list((tmp_path / "run").iterdir()) == []
+        requests = [line for line in running.lines() if line["event"] == "request"]
+        assert [line["completion_tokens"] for line in requests] == [40, 40, 40]
+        assert all(line["request_id"] for line in requests)
+
+
+def test_bc_180_sigterm_lets_a_running_stream_end(tmp_path: Path) -> None:
+    with node(tmp_path, delay_ms=3) as running:
+        running.wait_ready()
+        idle = socket.create_connection(("127.0.0.1", int(running.url.rsplit(":", 1)[1])))
+        with stream(running.url, "abc", 300) as events:
+            seen = [next(events)]
+            running.process.send_signal(signal.SIGTERM)
+            for _ in range(200):
+                ready = httpx.get(f"{running.url}/health/ready")
+                if ready.status_code == 503:
+                    break
+                time.sleep(0.01)
+            assert ready.status_code == 503
+            refused = ask(running.url, "late", 5)
+            assert refused.status_code == 503
+            assert refused.headers["retry-after"]
+            assert "error" in refused.json()
+            seen += list(events)
+        assert seen[-1] == "[DONE]"
+        assert text_of(seen[:-1]) == expected("abc", 300)
+        assert running.process.wait(10) == 0
+        idle.close()
+
+
+def test_the_end_of_the_drain_is_a_typed_error_and_not_a_clean_finish(tmp_path: Path) -> None:
+    with node(tmp_path, delay_ms=20, server={"drain_s": 0.3}) as running:
+        running.wait_ready()
+        with stream(running.url, "abc", 900) as events:
+            seen = [next(events)]
+            running.process.send_signal(signal.SIGTERM)
+            seen += list(events)
+        assert "[DONE]" not in seen
+        error = json.loads(seen[-1])["error"]
+        assert "shutting down" in error["message"]
+        assert running.process.wait(6) == 0
+
+
+def test_a_second_signal_cuts_the_drain_short(tmp_path: Path) -> None:
+    with node(tmp_path, delay_ms=20, server={"drain_s": 60}) as running:
+        running.wait_ready()
+        with stream(running.url, "abc", 900) as events:
+            next(events)
+            running.process.send_signal(signal.SIGINT)
+            while not any(line["event"] == "draining" for line in running.lines()):
+                time.sleep(0.02)
+            running.process.send_signal(signal.SIGINT)
+            assert json.loads(list(events)[-1])["error"]
+        assert running.process.wait(10) == 0
+
+
+def test_a_taken_port_is_named_with_the_remedy(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with node(tmp_path, server={"port": port}) as running:
+            assert running.process.wait(20) == 1
+        message = running.log.read_text()
+    assert f"StartError: cannot listen on 127.0.0.1 port {port}: Address already in use" in message
+    assert "choose another with --port or server.port" in message
+
+
+def test_a_reserved_port_is_kept_from_others_and_free_afterwards() -> None:
+    reservation = reserve_port("127.0.0.1", 0)
+    port = reservation.getsockname()[1]
+    with pytest.raises(StartError, match=f"port {port}"), reserve_port("127.0.0.1", port):
+        pass
+    reservation.close()
+    reserve_port("127.0.0.1", port).close()
+
+
+def test_an_address_of_another_machine_is_named() -> None:
+    with pytest.raises(StartError, match=r"cannot listen on 192\.0\.2\.1 port 0"):
+        reserve_port("192.0.2.1", 0)
+
+
+def test_a_load_failure_ends_with_its_cause(tmp_path: Path) -> None:
+    with node(tmp_path, engine=("broken-engine", "the weights are damaged")) as running:
+        assert running.process.wait(20) == 1
+        (ended,) = [line for line in running.lines() if line["event"] == "a child process ended; the appliance stops"]
+    assert ended["child"] == "engine"
+    assert ended["ended"] == "exit code 1: the weights are damaged"
+
+
+def test_a_killed_engine_ends_streams_with_a_typed_error_and_the_node_with_1(tmp_path: Path) -> None:
+    with node(tmp_path, delay_ms=20) as running:
+        running.wait_ready()
+        with stream(running.url, "abc", 900) as events:
+            seen = [next(events)]
+            os.kill(running.children()["engine"], signal.SIGKILL)
+            seen += list(events)
+        assert "engine lost" in json.loads(seen[-1])["error"]["message"]
+        assert running.process.wait(10) == 1
+        (ended,) = [line for line in running.lines() if line["event"] == "a child process ended; the appliance stops"]
+        assert ended["ended"] == "signal SIGKILL"
+
+
+def test_a_killed_main_process_takes_its_children_along_and_the_next_start_cleans_up(tmp_path: Path) -> None:
+    with node(tmp_path) as running:
+        running.wait_ready()
+        ask(running.url, "x", 1)
+        pid = running.process.pid
+        children = [int(line) for line in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        assert len(children) == 2
+        running.process.kill()
+        running.process.wait()
+        deadline = time.monotonic() + 10
+        while any(_is_running(child) for child in children) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert not any(_is_running(child) for child in children)
+    (left,) = Path("/dev/shm").glob(f"zccp-{pid}-*.segments")
+    with node(tmp_path) as running:
+        running.wait_ready()
+        assert not left.exists()
+        assert len(list((tmp_path / "run").iterdir())) == 1
+        assert running.end() == 0
+
+
+def test_bc_111_no_secret_and_no_prompt_in_the_log_or_the_metrics(tmp_path: Path) -> None:
+    secret, prompt = "sk-test-CANARY-123", "CANARY-PROMPT"
+    with node(tmp_path) as running:
+        running.wait_ready()
+        headers = {"authorization": f"Bearer {secret}", "x-api-key": secret}
+        body = {"model": "arithmetic", "prompt": prompt, "max_tokens": 3}
+        for path, content in (
+            ("/v1/completions", json.dumps(body)),
+            (f"/v1/completions?key={secret}", json.dumps({**body, "max_tokens": -1})),
+            ("/v1/completions", f"{{{secret} {prompt}"),
+            (f"/nowhere/{secret}", "{}"),
+        ):
+            httpx.post(running.url + path, content=content, headers={**headers, "content-type": "application/json"})
+        metrics = httpx.get(f"{running.url}/metrics", headers=headers).text
+        assert running.end() == 0
+        assert "CANARY" not in running.log.read_text()
+        assert "CANARY" not in metrics
+        assert len([line for line in running.lines() if line["event"] == "request"]) == 4
+
+
+def test_systemd_hears_ready_and_stopping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        manager.settimeout(10)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        monkeypatch.setenv("WATCHDOG_USEC", "200000")
+        with node(tmp_path) as running:
+            heard: list[str] = []
+            while not any(message.startswith("READY=1") for message in heard):
+                heard.append(manager.recv(1000).decode())
+            running.wait_ready()
+            running.process.send_signal(signal.SIGTERM)
+            while not any(message.startswith("STOPPING=1") for message in heard):
+                heard.append(manager.recv(1000).decode())
+            assert running.process.wait(10) == 0
+    assert "WATCHDOG=1" in heard
+
+
+def test_how_a_child_ended_in_words() -> None:
+    assert ending(0) == "exit code 0"
+    assert ending(-9) == "signal SIGKILL"
+    assert ending(-99) == "signal 99"
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
