@@ -15,6 +15,7 @@ import yaml
 from msgspec import Meta, Struct, field
 
 from appliance.config_rules import ConfigError, rule_problems, shape_problems
+from appliance.host.segments import SEGMENT_TOKENS
 
 SYSTEM_CONFIG = Path("/etc/zccp/config.yaml")
 
@@ -156,6 +157,10 @@ class ApplianceConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def keys_file(self) -> Path:
         """The file of hashed keys."""
         return Path(self.auth.keys_file)
+
+    def context_of(self, model_context: int) -> int:
+        """Prompt and completion ids together that a request may have, for a model made for ``model_context``."""
+        return min(self.engine.context or model_context, SEGMENT_TOKENS)
 
     @property
     def page_size(self) -> int | None:

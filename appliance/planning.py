@@ -1,13 +1,12 @@
 """From configuration and model record to the plan and to the places on disk that belong to it.
 
 Owns the defaults of the engine section and the layout of the state directory beside the models. Read by the main
-process, the engine, the builder and, for the context length, by workers; never imports jax.
+process, the engine and the builder; never imports jax.
 """
 
 from pathlib import Path
 
 from appliance.config import ApplianceConfig
-from appliance.host.segments import SEGMENT_TOKENS
 from appliance.model.record import ModelRecord
 from pallas_kernels.platform import cpu_features
 from planner.architecture import ModelArchitecture
@@ -41,7 +40,7 @@ def plan_for(config: ApplianceConfig, record: ModelRecord) -> Plan:
     """
     engine = config.engine
     architecture = record.read_architecture()
-    context = served_context(config, record)
+    context = config.context_of(record.context)
     kv_format = KvFormat(engine.kv_format or KvFormat.FLOAT32)
     target = engine.target or DEFAULT_TARGET
     return make_plan(
@@ -57,11 +56,6 @@ def plan_for(config: ApplianceConfig, record: ModelRecord) -> Plan:
         kv_bytes=engine.kv_memory_mb << 20 if engine.kv_memory_mb else _default_kv_bytes(architecture, context),
         implementation=engine.implementation or default_implementation(architecture, target, kv_format, cpu_features()),
     )
-
-
-def served_context(config: ApplianceConfig, record: ModelRecord) -> int:
-    """Prompt and completion ids together that a request may have."""
-    return min(config.engine.context or record.context, SEGMENT_TOKENS)
 
 
 def _default_kv_bytes(architecture: ModelArchitecture, context: int) -> int:

@@ -32,7 +32,6 @@ from appliance.http_server import HttpServer
 from appliance.keys import FileKeyRing
 from appliance.model.codec import Codec
 from appliance.model.record import read_record
-from appliance.planning import served_context
 from appliance.telemetry import Metrics, WorkerObserver, configure_logging
 
 CLOSE_GRACE_S = 2.0
@@ -177,7 +176,7 @@ def load_text(assignment: Assignment) -> tuple[TextCodec, ModelCard]:
         name=name,
         aliases=tuple(alias for alias, target in config.model.aliases.items() if target in (name, record.name)),
         created=record.created,
-        context=served_context(config, record),
+        context=config.context_of(record.context),
         vocab=record.read_architecture().vocab,
         has_chat_template=bool(record.chat_templates),
     )
