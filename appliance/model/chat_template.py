@@ -29,7 +29,7 @@ class RenderBounds:
     """Most that one render may take: seconds, and characters of text."""
 
     seconds: float = 2.0
-    max_chars: int = 16 * 1024 * 1024
+    max_chars: int = 4 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from jinja2 import TemplateError
 
+TOTAL_FACTOR = 32
 _TICK_EVERY = 1024
 _MAX_NUMBER_BITS = 4096
 _WIDE_FORMAT = re.compile(r"\d{4,}|\*|\{[^{}]*\{")
@@ -22,11 +23,15 @@ class BoundError(TemplateError):
 
 @dataclass(slots=True)
 class Meter:
-    """The bounds of one render: ``deadline_s`` on the clock's scale, ``max_chars`` for any text or list it makes."""
+    """The bounds of one render: ``deadline_s`` on the clock's scale, ``max_chars`` for any text or list it makes.
+
+    All it makes together, which it might keep, is bounded by ``TOTAL_FACTOR`` times that; ``total`` counts it.
+    """
 
     clock: Callable[[], float]
     deadline_s: float
     max_chars: int
+    total: int = 0
 
     def tick(self) -> None:
         """One step of work.
@@ -47,13 +52,19 @@ class Meter:
             raise BoundError(f"the chat template makes {size} characters or items; the bound is {self.max_chars}")
 
     def made(self, value: object) -> None:
-        """Check the size of something just made.
+        """Count something just made.
 
         Raises:
-            BoundError: it passes the bound.
+            BoundError: it, or everything made so far, passes the bound.
         """
         if isinstance(value, str | bytes | list | tuple | dict):
             self.room_for(len(value))
+            self.total += len(value)
+            if self.total > TOTAL_FACTOR * self.max_chars:
+                raise BoundError(
+                    f"the chat template makes more than {TOTAL_FACTOR * self.max_chars} characters in all; "
+                    f"the bound is {TOTAL_FACTOR} times {self.max_chars}"
+                )
         elif isinstance(value, int) and value.bit_length() > _MAX_NUMBER_BITS:
             raise BoundError(f"the chat template makes a number of more than {_MAX_NUMBER_BITS} bits")
 
@@ -135,7 +146,9 @@ class Meter:
             size += len(piece) + len(separator)
             self.room_for(size)
             pieces.append(piece)
-        return separator.join(pieces)
+        joined = separator.join(pieces)
+        self.made(joined)
+        return joined
 
 
 def check_widths(values: Iterable[object] | Sequence[object], bound: int) -> None:

@@ -35,7 +35,7 @@ _DROPPED_FILTERS = ("center", "filesizeformat", "format", "pprint", "random", "u
 """Filters that pad, shuffle or mark up text; no use in a prompt."""
 _DROPPED_METHODS = ("center", "ljust", "rjust", "zfill", "expandtabs", "translate")
 _MAX_INDENT = 64
-_STEPS, _JOINED = "_steps", "_joined"
+_STEPS, _JOINED, _CUT = "_steps", "_joined", "_cut"
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
@@ -60,7 +60,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             del self.filters[name]
         for name, function in list(self.filters.items()):
             self.filters[name] = _metered(name, function)
-        self.filters |= {"tojson": _to_json, "join": _join, _STEPS: _steps, _JOINED: _concat}
+        self.filters |= {"tojson": _to_json, "join": _join, _STEPS: _steps, _JOINED: _concat, _CUT: _made}
         for name in ("lipsum", "cycler", "joiner"):
             del self.globals[name]
         self.globals |= {
@@ -132,7 +132,7 @@ def local_now() -> datetime:
 
 
 class _Instrument(NodeTransformer):
-    """Sends every loop's items and every joined text through the meter."""
+    """Sends every loop's items, every joined text and every slice through the meter."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802 - Jinja's naming
         self.generic_visit(node)
@@ -142,6 +142,10 @@ class _Instrument(NodeTransformer):
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802 - Jinja's naming
         self.generic_visit(node)
         return _filter(nodes.List(node.nodes, lineno=node.lineno), _JOINED)
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:  # noqa: N802 - Jinja's naming
+        self.generic_visit(node)
+        return _filter(node, _CUT) if isinstance(node.arg, nodes.Slice) else node
 
 
 def _filter(node: nodes.Expr, name: str) -> nodes.Filter:
@@ -195,9 +199,15 @@ def _steps(items: Any) -> Any:
 
 
 def _written(value: Any) -> Any:
-    """An expression about to be written into the output."""
-    if not isinstance(value, str):
-        _meter.get().written(value)
+    """An expression about to be written into the output, as text."""
+    if isinstance(value, str):
+        return value
+    _meter.get().written(value)
+    return _made(str(value))
+
+
+def _made(value: Any) -> Any:
+    _meter.get().made(value)
     return value
 
 

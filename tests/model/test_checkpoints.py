@@ -27,9 +27,8 @@ def expected_tree(model, family):
         q, k, v = (state[f"model.layers.{layer}.self_attn.{part}_proj.{kind}"] for part in "qkv")
         rows = []
         for kv_head in range(kv_heads):
-            for q_head in range(q_heads):
-                if q_head // (q_heads // kv_heads) == kv_head:
-                    rows.append(q[q_head * head_dim : (q_head + 1) * head_dim])
+            own = [head for head in range(q_heads) if head // (q_heads // kv_heads) == kv_head]
+            rows += [q[head * head_dim : (head + 1) * head_dim] for head in own]
             rows.append(k[kv_head * head_dim : (kv_head + 1) * head_dim])
             rows.append(v[kv_head * head_dim : (kv_head + 1) * head_dim])
         return np.concatenate(rows).T

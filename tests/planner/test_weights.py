@@ -12,7 +12,8 @@ PLAIN = ModelArchitecture(
 FULL = ModelArchitecture(
     family="gemma3", layers=3, embed=24, ffw=40, q_heads=6, kv_heads=2, head_dim=4, vocab=50, context=64,
     norm_eps=1e-5, rope_theta=1e4, query_scale=0.5, qkv_bias=True, qk_norm=True, post_norms=True, tied_embeddings=True,
-    windows=(8, 0, 8), local_rope=(True, False, True), rope_scaling=RopeScaling(RopeKind.LINEAR, 8.0, factors=(1.0, 2.5)),
+    windows=(8, 0, 8), local_rope=(True, False, True),
+    rope_scaling=RopeScaling(RopeKind.LINEAR, 8.0, factors=(1.0, 2.5)),
 )  # fmt: skip
 
 
@@ -54,7 +55,13 @@ def test_parameters_agree_with_the_tree(architecture):
 
 def test_bf16_narrows_matrices_only():
     specs = weight_specs(FULL, WeightForm.BF16)
-    assert {name for name, spec in specs.items() if spec.dtype == "bfloat16"} == {"embed", "qkv", "o", "gate_up", "down"}
+    assert {name for name, spec in specs.items() if spec.dtype == "bfloat16"} == {
+        "embed",
+        "qkv",
+        "o",
+        "gate_up",
+        "down",
+    }
     assert specs["embed"].num_bytes == 50 * 24 * 2
 
 
@@ -92,7 +99,12 @@ def test_architecture_survives_json(architecture):
 
 @pytest.mark.parametrize(
     ("change", "match"),
-    [({"novel": 1}, "novel"), ({"activation": "relu"}, "relu"), ({"layers": 0}, "layers is 0"), ({"vocab": None}, "vocab")],
+    [
+        ({"novel": 1}, "novel"),
+        ({"activation": "relu"}, "relu"),
+        ({"layers": 0}, "layers is 0"),
+        ({"vocab": None}, "vocab"),
+    ],
 )
 def test_foreign_architecture_documents_are_refused(change, match):
     with pytest.raises(UnsupportedArchitectureError, match=match):
@@ -107,5 +119,5 @@ def test_incomplete_architecture_document_is_refused():
 
 
 def test_rope_factors_need_one_a_frequency():
-    with pytest.raises(UnsupportedArchitectureError, match="3 values.*2 above 0"):
+    with pytest.raises(UnsupportedArchitectureError, match=r"3 values.*2 above 0"):
         ModelArchitecture.from_json({**PLAIN.to_json(), "rope_scaling": {"kind": "none", "factors": [1.0, 1.0, 1.0]}})

@@ -1,4 +1,6 @@
-"""More than 200 distinct texts that tokenizers tend to split differently: scripts, emoji, code, digits, runs of spaces."""
+"""More than 200 distinct texts that tokenizers tend to split differently: scripts, emoji, code, digits, spaces."""
+
+# ruff: noqa: RUF001 - look-alike characters are the point
 
 from itertools import product
 
@@ -35,7 +37,7 @@ _SENTENCES = (
     "user@example.com; C:\\Windows\\System32; /usr/bin/env",
     "def f(x):\n    return [i ** 2 for i in range(x) if i % 3 == 0]\n",
     "for (int i = 0; i < n; ++i) { sum += a[i]; } // done",
-    "<html><body class=\"x\">&amp; &lt;tag&gt;</body></html>",
+    '<html><body class="x">&amp; &lt;tag&gt;</body></html>',
     "SELECT * FROM t WHERE a='b' AND c>=10;",
     '{"key": [1, 2.5, null, true], "nested": {"a": "b\\n"}}',
     "$$\\int_0^1 x^2\\,dx = \\frac{1}{3}$$",

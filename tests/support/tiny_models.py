@@ -1,7 +1,7 @@
-"""Tiny random checkpoints of every architecture, written by ``transformers`` and as GGUF files; equal calls, equal files.
+"""Tiny random checkpoints of every architecture, as Hugging Face directories and GGUF files; equal calls, equal files.
 
-``save_hf`` writes a Hugging Face directory (weights, configuration, tokenizer); ``save_gguf`` writes the same weights in
-the layout of GGUF files. The tokenizer is a byte-level BPE of 384 ids that is trained here.
+``save_hf`` writes a directory (weights, configuration, tokenizer) with ``transformers``; ``save_gguf`` writes the same
+weights in the layout of GGUF files. The tokenizer is a byte-level BPE of 384 ids that is trained here.
 """
 
 from collections.abc import Mapping
@@ -65,7 +65,7 @@ _CLASSES = {
 
 
 def tiny_model(family: str, seed: int = 0, **overrides: Any) -> transformers.PreTrainedModel:
-    """A random model in float32, in evaluation mode; norm weights and biases are random too, so that each one counts."""
+    """A random float32 model in evaluation mode; norm weights and biases are random too, so that each one counts."""
     config_class, model_class = _CLASSES[family]
     config = config_class(**{**_COMMON, **CONFIGS[family], **overrides})
     config._attn_implementation = "eager"
@@ -229,7 +229,7 @@ def write_tokenizer(writer: gguf.GGUFWriter) -> None:
     writer.add_token_merges(merges_of(tokenizer))
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
-    writer.add_add_bos_token(False)
+    writer.add_bool("tokenizer.ggml.add_bos_token", val=False)
     writer.add_chat_template(CHAT_TEMPLATE)
 
 
