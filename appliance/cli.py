@@ -427,7 +427,7 @@ def _load(config_file: Path | None, **sections: dict[str, Any]) -> "ApplianceCon
 
 def _calibration(folder: Path) -> Any:
     """Calibration ids for a model, from the text that travels with the package."""
-    from appliance.calibration import calibration_ids  # noqa: PLC0415
+    from appliance.model.calibration import calibration_ids  # noqa: PLC0415
 
     return calibration_ids(folder)
 
