@@ -6,9 +6,11 @@ destination and is renamed when complete, so that a stopped or failed conversion
 """
 
 import errno
+import logging
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import jax
@@ -96,13 +98,15 @@ def restore(path: Path, specs: Mapping[str, WeightSpec], placement: Placement | 
         for name, spec in specs.items()
     }
     try:
-        with ocp.StandardCheckpointer() as checkpointer:
+        with _quiet_orbax(), ocp.StandardCheckpointer() as checkpointer:
             _check_stored(path, checkpointer.metadata(path).item_metadata, wanted)
             return checkpointer.restore(path, wanted)
     except StoreError:
         raise
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise StoreError(f"{path}: cannot be read ({error}); delete the folder and run zccp convert") from error
+    except Exception as error:  # orbax wraps what its readers raise in bare exceptions
+        raise StoreError(
+            f"{path}: cannot be read ({_reason(error)}); delete the folder and run zccp convert"
+        ) from error
 
 
 def _in_form(tree: dict[str, np.ndarray], specs: Mapping[str, WeightSpec]) -> dict[str, np.ndarray]:
@@ -123,7 +127,7 @@ def _save(tree: Mapping[str, np.ndarray], destination: Path, progress: Progress)
     old = destination.with_name(f".{destination.name}.{os.getpid()}.old")
     progress("writing weights", 0, 1)
     try:
-        with ocp.StandardCheckpointer() as checkpointer:
+        with _quiet_orbax(), ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(part, dict(tree))
             checkpointer.wait_until_finished()
         if destination.exists():
@@ -140,12 +144,26 @@ def _save(tree: Mapping[str, np.ndarray], destination: Path, progress: Progress)
     progress("writing weights", 1, 1)
 
 
+@contextmanager
+def _quiet_orbax() -> Iterator[None]:
+    """Orbax logs, with traces, what it also raises; one error is enough."""
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
 def _says_full(error: Exception) -> bool:
     return getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
 
 
 def _reason(error: Exception) -> str:
-    return "no space left on the disk" if _says_full(error) else str(error).splitlines()[0]
+    return (
+        "no space left on the disk" if _says_full(error) else next(iter(str(error).splitlines()), type(error).__name__)
+    )
 
 
 def _check_stored(path: Path, stored: object, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> None:
