@@ -37,7 +37,7 @@ class Answer:
 
     text: str = ""
     finish_reason: str = ""
-    usage: dict[str, Any] = field(default_factory=dict)
+    usage: dict[str, Any] = field(default_factory=dict[str, Any])
     stopped: bool = False
 
 
@@ -72,7 +72,7 @@ class Conversation:
             except httpx.HTTPError as error:
                 raise ChatError(_unreachable(self._settings.url, error)) from error
             _check(response, response.content)
-            models = response.json().get("data") or []
+            models: list[dict[str, Any]] = response.json().get("data") or []
             if not models:
                 raise ChatError(f"{self._settings.url} serves no model")
             self._model = str(models[0]["id"])

@@ -8,7 +8,7 @@ a verb does is elsewhere and imported when the verb runs, so that ``zccp --help`
 import functools
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -21,12 +21,13 @@ _OWN_PACKAGES = ("api.", "appliance.", "planner.", "pallas_kernels.")
 
 
 class Failure(click.ClickException):
-    """A failure with an exit code; with ``--json`` it is also a JSON object on standard output."""
+    """What failed, exit code 1; with ``--json`` it is also a JSON object on standard output."""
 
-    def __init__(self, message: str, code: int, *, as_json: bool) -> None:
-        """Keep the code beside the message."""
+    exit_code = 1
+
+    def __init__(self, message: str, *, as_json: bool) -> None:
+        """Keep how to show it beside the message."""
         super().__init__(message)
-        self.exit_code = code
         self._as_json = as_json
 
     def show(self, file: Any = None) -> None:
@@ -35,6 +36,12 @@ class Failure(click.ClickException):
         if self._as_json:
             click.echo(json.dumps({"error": self.message}))
         click.echo(f"zccp: {self.message}", err=True)
+
+
+class Misuse(Failure):
+    """A wrong use or configuration, exit code 2."""
+
+    exit_code = 2
 
 
 def _verb(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -50,10 +57,10 @@ def _verb(function: Callable[..., Any]) -> Callable[..., Any]:
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
         except ConfigError as error:
-            raise Failure("\n      ".join(error.problems), 2, as_json=as_json) from error
+            raise Misuse("\n      ".join(error.problems), as_json=as_json) from error
         except Exception as error:
             if isinstance(error, OSError) or type(error).__module__.startswith(_OWN_PACKAGES):
-                raise Failure(str(error) or type(error).__name__, 1, as_json=as_json) from error
+                raise Failure(str(error) or type(error).__name__, as_json=as_json) from error
             raise
 
     return wrapped
@@ -313,7 +320,7 @@ def bench(name: str, options: Sequence[str], as_json: bool) -> None:
     try:
         from appliance.bench import runner  # noqa: PLC0415
     except ImportError as error:
-        raise Failure(f"benches are not part of this installation: {error}", 2, as_json=as_json) from error
+        raise Misuse(f"benches are not part of this installation: {error}", as_json=as_json) from error
     sys.exit(runner.main(name, [*options, *(["--json"] if as_json else [])]))
 
 
@@ -337,7 +344,7 @@ def chat(as_json: bool, key_file: Any, **options: Any) -> None:
         return
     text = sys.stdin.read().strip()
     if not text:
-        raise Failure("standard input is empty; give a message, or run in a terminal", 2, as_json=as_json)
+        raise Misuse("standard input is empty; give a message, or run in a terminal", as_json=as_json)
     answer = say(conversation, text, sys.stderr if as_json else sys.stdout, sys.stderr)
     if as_json:
         click.echo(json.dumps({"text": answer.text, "finish_reason": answer.finish_reason, "usage": answer.usage}))
@@ -464,7 +471,7 @@ def _date(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
 
 
-def _typed_lines() -> Iterable[str]:
+def _typed_lines() -> Iterator[str]:
     """Lines a person types, with editing and history where the terminal has them."""
     import readline  # noqa: F401, PLC0415 - importing it is what turns editing on
 

@@ -81,7 +81,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     ] = "smollm2-135m"
     name: Annotated[str, _text("Name in the API; empty = the name in the model store.")] = ""
     aliases: Annotated[dict[str, str], _text("Further names in the API, each with its model.")] = field(
-        default_factory=dict
+        default_factory=dict[str, str]
     )
 
 

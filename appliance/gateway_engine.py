@@ -55,6 +55,21 @@ _log = structlog.get_logger("zccp.gateway")
 
 
 @dataclass(slots=True, eq=False)
+class _Stream:
+    """One sequence as its worker sees it; ``peer`` None: the worker is gone and only the end is awaited."""
+
+    key: int
+    siblings: tuple[int, ...]
+    peer: "_Peer | None"
+    prompt_len: int
+    record_bytes: int
+    written: int = 0
+    told: int = 0
+    logprobs: bytearray = field(default_factory=bytearray)
+    finish: Finish | None = None
+
+
+@dataclass(slots=True, eq=False)
 class _Peer:
     """One worker's connection. ``owned`` is None before ``Attach``; ``welcome``: its segments are not quiet yet."""
 
@@ -63,25 +78,10 @@ class _Peer:
     owned: SegmentRange | None = None
     worker: int = -1
     welcome: bool = False
-    outbox: deque[bytes] = field(default_factory=deque)
-    unsent: dict[int, "_Stream"] = field(default_factory=dict)
+    outbox: deque[bytes] = field(default_factory=deque[bytes])
+    unsent: dict[int, _Stream] = field(default_factory=dict[int, _Stream])
     unsent_logprob_bytes: int = 0
     writing: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _Stream:
-    """One sequence as its worker sees it; ``peer`` None: the worker is gone and only the end is awaited."""
-
-    key: int
-    siblings: tuple[int, ...]
-    peer: _Peer | None
-    prompt_len: int
-    record_bytes: int
-    written: int = 0
-    told: int = 0
-    logprobs: bytearray = field(default_factory=bytearray)
-    finish: Finish | None = None
 
 
 class GatewayError(RuntimeError):

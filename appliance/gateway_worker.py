@@ -39,7 +39,7 @@ from appliance.host.wire import (
 )
 
 _SEED_MASK = 0xFFFF_FFFF_FFFF_FFFF
-_STATES = {"starting": "starting", "ready": "ready", "draining": "draining"}
+_STATES = frozenset({"starting", "ready", "draining", "lost"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,18 +128,20 @@ class WorkerGateway:
         if self._epoch is None or self._status is None:
             return EngineStatus(state="lost" if self._was_welcome else "starting", reason=self._cause)
         status = self._status
-        counts = {
-            "running": status.running,
-            "waiting": status.waiting,
-            "free_pages": status.free_pages,
-            "total_pages": status.total_pages,
-            "last_step_age_s": max(0.0, (now - status.last_step_ns) / 1e9) if status.last_step_ns else 0.0,
-        }
+        state, reason = status.state, status.reason
         if self._is_silent(now):
-            return EngineStatus(state="lost", reason=self._silence(now), **counts)
-        if status.state not in _STATES:
-            return EngineStatus(state="lost", reason=f"the engine reports the state {status.state!r}", **counts)
-        return EngineStatus(state=status.state, reason=status.reason, **counts)  # pyright: ignore[reportArgumentType]
+            state, reason = "lost", self._silence(now)
+        elif state not in _STATES:
+            state, reason = "lost", reason or f"the engine reports the state {state!r}"
+        return EngineStatus(
+            state=state,  # pyright: ignore[reportArgumentType] - narrowed by _STATES
+            reason=reason,
+            running=status.running,
+            waiting=status.waiting,
+            free_pages=status.free_pages,
+            total_pages=status.total_pages,
+            last_step_age_s=max(0.0, (now - status.last_step_ns) / 1e9) if status.last_step_ns else 0.0,
+        )
 
     async def submit(self, request: GenerationRequest) -> WorkerGeneration:
         """Hand a request to the engine; returns once it is in the engine's queue.

@@ -10,7 +10,7 @@ import hmac
 import os
 import secrets
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -225,7 +225,7 @@ class FileKeyRing:
 
 
 @contextmanager
-def _exclusive(path: Path) -> Iterator[None]:
+def _exclusive(path: Path) -> Generator[None]:
     """Keep other writers of the file out; readers are never held up."""
     lock = path.with_name(f".{path.name}.lock")
     try:

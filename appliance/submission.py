@@ -85,7 +85,7 @@ def _check_ids(ids: list[int], vocab: int) -> None:
 
 def _sampling(message: Submit, limits: ModelLimits) -> Sampling:
     wire = message.sampling
-    stop_ids = frozenset(wire.stop_token_ids) | (frozenset() if wire.ignore_eos else limits.eos_ids)
+    stop_ids = frozenset(wire.stop_token_ids) | (frozenset[int]() if wire.ignore_eos else limits.eos_ids)
     if wire.min_tokens > 0 and len(stop_ids) > NUM_SUPPRESSED:
         raise SubmissionError(
             "invalid", f"min_tokens with {len(stop_ids)} stop ids; at most {NUM_SUPPRESSED} can be held back"

@@ -13,7 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import structlog
 from prometheus_client import (
@@ -95,9 +95,13 @@ def show_exception(_: object, __: str, event: MutableMapping[str, Any]) -> Mutab
     and that may be a prompt, so of those only the type is shown.
     """
     given = event.pop("exc_info", None)
-    error = given if isinstance(given, BaseException) else sys.exc_info()[1] if given is True else None
-    if error is None and isinstance(given, tuple):
-        error = given[1]
+    error: BaseException | None = None
+    if isinstance(given, BaseException):
+        error = given
+    elif isinstance(given, tuple):
+        error = cast("BaseException | None", given[1])
+    elif given:
+        error = sys.exc_info()[1]
     chain: list[str] = []
     while error is not None and len(chain) < 5:
         kind = type(error)
@@ -123,7 +127,7 @@ def _clean(value: object) -> object:
         case None | bool() | int() | float():
             return value
         case list() | tuple():
-            return [_clean(item) for item in value]
+            return [_clean(item) for item in cast("list[object]", value)]
         case _:
             return _SECRET.sub("[redacted]", str(value))
 
