@@ -48,7 +48,7 @@ class GpuConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The device; without a GPU only ``paged_attention_page_size`` has an effect."""
 
     device_id: Annotated[int, _number(0, 63, "Index of the GPU.")] = 0
-    memory_limit_mb: Annotated[int, _number(256, 4_194_304, "Most device memory, MiB.")] | None = None
+    memory_limit_mb: Annotated[int, _number(256, 4_194_304, "Most device memory, MiB. Not yet active.")] | None = None
     paged_attention_page_size: Annotated[int, _number(64, 2048, "Page size in bytes of ids, 4 a token.")] | None = None
 
 
@@ -271,7 +271,7 @@ def worker_environment(metrics: Path) -> dict[str, str]:
 def engine_environment(config: ApplianceConfig, metrics: Path) -> dict[str, str]:
     """The environment of the engine process.
 
-    Device memory is given out by the page pool, so XLA's own preallocation follows ``gpu.memory_limit_mb`` only.
+    Device memory is given out by the page pool, so XLA's own preallocation is off.
     """
     environment = {
         **_inherited(),
