@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from msgspec import Struct
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Engine
+from tokenizers.decoders import Decoder
 from tokenizers.pre_tokenizers import PreTokenizer
 
 from appliance.model.decoding import IncrementalDecoder, TokenTable
@@ -56,14 +57,13 @@ class Tokenizer:
         """
         try:
             self._parsing = Engine.from_str(assets.tokenizer_json)
-            document = json.loads(assets.tokenizer_json)
         except Exception as error:
             raise TokenizerError(f"tokenizer.json cannot be loaded: {error}; fetch the model again") from error
         self._parsing.no_truncation()
         self._parsing.no_padding()
         self._parsing.post_processor = None
         self._plain = _variant(self._parsing, self._parsing.pre_tokenizer)
-        inner = _without_first_prefix(document.get("pre_tokenizer"))
+        inner = _without_first_prefix(_description(self._parsing.pre_tokenizer))
         self._plain_inner = _variant(self._parsing, inner) if inner is not None else self._plain
         self._control = {
             token.content: (token_id, token)
@@ -75,7 +75,7 @@ class Tokenizer:
         self.control_texts: tuple[str, ...] = tuple(by_length)
         self._bos = assets.bos_id if assets.add_bos else None
         try:
-            self.table = TokenTable(self._parsing, document.get("decoder"))
+            self.table = TokenTable(self._parsing, _description(self._parsing.decoder))
         except ValueError as error:
             raise TokenizerError(str(error)) from error
 
@@ -154,6 +154,11 @@ def _variant(engine: Engine, pre_tokenizer: PreTokenizer | None) -> Engine:
     if variant.get_added_tokens_decoder().keys() != added.keys():
         raise TokenizerError("tokenizer.json numbers its added tokens with gaps; that is not supported")
     return variant
+
+
+def _description(part: PreTokenizer | Decoder | None) -> object:
+    """A part of an engine as it stands in tokenizer.json, without parsing the whole document."""
+    return None if part is None else json.loads(part.__getstate__())
 
 
 def _without_first_prefix(pre_tokenizer: object) -> PreTokenizer | None:
