@@ -241,6 +241,9 @@ def read_rope_scaling(rope: Mapping[str, Any], context: int) -> RopeScaling:
         UnsupportedArchitectureError: the kind is unknown.
     """
     kind = str(rope.get("rope_type") or rope.get("type") or "default")
+    share = rope.get("partial_rotary_factor")
+    if share is not None and float(share) != 1.0:
+        raise UnsupportedArchitectureError(f"partial_rotary_factor {share} is not supported; only 1.0, whole heads, is")
     if kind == "default":
         return RopeScaling()
     factor = float(rope.get("factor") or 1.0)
@@ -334,7 +337,8 @@ def _rope_parameters(config: Mapping[str, Any], family: str) -> tuple[Mapping[st
         sliding = nested.get("sliding_attention") or {}
         return nested["full_attention"], float(sliding.get("rope_theta", 10_000.0)) if family == "gemma3" else 0.0
     rope = dict(nested if isinstance(nested, Mapping) else config.get("rope_scaling") or {})
-    if config.get("rope_theta") is not None:
-        rope.setdefault("rope_theta", config["rope_theta"])
+    for key in ("rope_theta", "partial_rotary_factor"):
+        if config.get(key) is not None:
+            rope.setdefault(key, config[key])
     local = float(config.get("rope_local_base_freq") or 10_000.0) if family == "gemma3" else 0.0
     return rope, local
