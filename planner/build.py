@@ -1,21 +1,29 @@
 """Plan to programs: compiles every bucket of a plan and writes the store. Runs on a build host, never while serving."""
 
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from jax.experimental import serialize_executable
 
 from pallas_kernels import native
 from planner.buckets import Bucket
 from planner.memory import MemoryPlan, memory_plan
 from planner.plan import Plan
-from planner.program import Program, compile_program
+from planner.program import Program, ProgramCost, compile_program
 from planner.store import StoreError, open_store, write_store
+from planner.target import Target, find_target
 
 Progress = Callable[[int, int, str], None]
 """Called with (done, total, name of the newest program)."""
+
+_WIDER_THAN_AVX2 = re.compile(rb"\+(avx512\w*|avx10[.\w]*|avxvnni\w*|amx-[\w-]+)")
+"""Instruction sets beyond AVX2 in the feature list that every CPU executable carries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +54,9 @@ def build(
     Raises:
         StoreError: the store cannot be written.
         NativeBuildError: the native kernels cannot be compiled.
+        TargetHostError: the process was not started for the target's instruction sets.
     """
+    require_isa(find_target(plan.target))
     if not force:
         try:
             store = open_store(directory, plan, key.public_key())
@@ -54,26 +64,42 @@ def build(
         except StoreError:
             pass
         else:
-            costs = [entry.cost for entry in store.entries.values()]
-            return BuildReport(
-                directory=directory,
-                programs=len(costs),
-                compiled=0,
-                memory=memory_plan(plan, max(cost.temp_bytes for cost in costs)),
-                max_arguments=max(cost.num_arguments for cost in costs),
-                total_bytes=sum(entry.num_bytes for entry in store.entries.values()),
-            )
+            return _report(plan, directory, [entry.cost for entry in store.entries.values()], compiled=0)
     library = native.compile_library() if plan.implementation == "native" else None
     if library is not None:
         native.register(library)
     programs = compile_all(plan, progress, threads)
     write_store(directory, plan, programs, library, key)
-    costs = [program.cost for program in programs.values()]
+    return _report(plan, directory, [program.cost for program in programs.values()], compiled=len(programs))
+
+
+def require_isa(target: Target) -> None:
+    """Check that XLA generates no wider instructions than the target allows.
+
+    XLA reads its bound once, when a process makes its first client: it can be checked here, but not set.
+
+    Raises:
+        TargetHostError: a program compiled here would need more than the target promises.
+    """
+    if not target.max_isa:
+        return
+    probe = jax.jit(jnp.negative).lower(jax.ShapeDtypeStruct((16,), jnp.float32)).compile()
+    payload: bytes = serialize_executable.serialize(probe)[0]
+    wider = sorted({name.decode() for name in _WIDER_THAN_AVX2.findall(payload)})
+    if wider:
+        raise TargetHostError(
+            f"target {target.name} is bound to {target.max_isa}, but programs compiled in this process may use "
+            f"{', '.join(wider)}; start it with XLA_FLAGS=--xla_cpu_max_isa={target.max_isa}"
+        )
+
+
+def _report(plan: Plan, directory: Path, costs: list[ProgramCost], *, compiled: int) -> BuildReport:
+    workspace = max(cost.temp_bytes + cost.output_bytes - cost.alias_bytes for cost in costs)
     return BuildReport(
         directory=directory,
-        programs=len(programs),
-        compiled=len(programs),
-        memory=memory_plan(plan, max(cost.temp_bytes for cost in costs)),
+        programs=len(costs),
+        compiled=compiled,
+        memory=memory_plan(plan, workspace),
         max_arguments=max(cost.num_arguments for cost in costs),
         total_bytes=sum(file.stat().st_size for file in directory.iterdir()),
     )

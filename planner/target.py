@@ -9,6 +9,10 @@ class UnknownTargetError(ValueError):
     """No target of that name; the message lists those there are."""
 
 
+class TargetHostError(ValueError):
+    """This process would compile other instruction sets than the target's; the message says how to start it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """One kind of device.
