@@ -17,7 +17,7 @@ from planner.memory import MemoryPlan, memory_plan
 from planner.plan import Plan
 from planner.program import Program, ProgramCost, compile_program
 from planner.store import StoreError, open_store, write_store
-from planner.target import Target, find_target
+from planner.target import Target, TargetHostError, find_target
 
 Progress = Callable[[int, int, str], None]
 """Called with (done, total, name of the newest program)."""
