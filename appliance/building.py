@@ -80,7 +80,7 @@ def build_programs(
     key = local_key(signing_key_file(config.home))
     return build(
         plan,
-        store_directory(config.home, folder),
+        store_directory(config.home, folder, plan),
         key,
         lambda done, total, name: progress(f"compiled {name}", done, total),
         force=force,

@@ -10,9 +10,11 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import click
+
+from appliance.progress import ProgressView
 
 if TYPE_CHECKING:
     from appliance.config import ApplianceConfig
@@ -93,7 +95,7 @@ def serve(config_file: Path | None, as_json: bool, model: str | None, **server: 
 
     config = _load(config_file, server=server, model={"reference": model})
     configure_logging(config.log.level, "main")
-    with _Progress() as progress:
+    with ProgressView() as progress:
         folder = ModelLibrary(config.home).ensure(config.model.reference, progress.update)
 
     def announce(line: str) -> None:
@@ -115,7 +117,7 @@ def build(config_file: Path | None, target: str | None, model: str | None, force
     config = _load(config_file, engine={"target": target}, model={"reference": model})
     from appliance.building import build_programs  # noqa: PLC0415
 
-    with _Progress() as progress:
+    with ProgressView() as progress:
         report = build_programs(config, _calibration, progress.update, force=force)
     _show(
         {
@@ -165,7 +167,7 @@ def convert(config_file: Path | None, reference: str | None, form: str | None, f
     from planner.formats import WeightForm  # noqa: PLC0415
 
     wanted = WeightForm(config.engine.weight_form or WeightForm.INT8)
-    with _Progress() as progress:
+    with ProgressView() as progress:
         made = convert_model(config.home, config.model.reference, wanted, _calibration, progress.update, force=force)
     _show(
         {"model": made.folder.name, "weights": str(made.weights), "form": str(made.form), "made": made.fresh}, as_json
@@ -190,9 +192,16 @@ def doctor(config_file: Path | None, as_json: bool) -> None:
     sys.exit(1 if any(finding.state == "failed" for finding in findings) else 0)
 
 
-@main.group()
-def models() -> None:
-    """The models on this machine."""
+@main.group(invoke_without_command=True)
+@_configured
+@click.pass_context
+@_verb
+def models(context: click.Context, config_file: Path | None, as_json: bool) -> None:
+    """The models on this machine; without a command they are listed."""
+    if context.invoked_subcommand is None:
+        _list_models(config_file, as_json)
+    elif config_file is not None or as_json:
+        raise Misuse(f"options go after the command: zccp models {context.invoked_subcommand} ...", as_json=as_json)
 
 
 @models.command("list")
@@ -200,6 +209,10 @@ def models() -> None:
 @_verb
 def models_list(config_file: Path | None, as_json: bool) -> None:
     """Stored models and those that can be fetched by name."""
+    _list_models(config_file, as_json)
+
+
+def _list_models(config_file: Path | None, as_json: bool) -> None:
     from appliance.model.catalog import CATALOG  # noqa: PLC0415
     from appliance.model.library import ModelLibrary  # noqa: PLC0415
 
@@ -228,7 +241,7 @@ def models_pull(config_file: Path | None, reference: str, as_json: bool) -> None
     entry = CATALOG.get(reference)
     if entry is not None and entry.notice:
         click.echo(entry.notice, err=True)
-    with _Progress() as progress:
+    with ProgressView() as progress:
         folder = ModelLibrary(_load(config_file).home).ensure(reference, progress.update)
     _show({"model": folder.name, "folder": str(folder)}, as_json)
 
@@ -386,39 +399,6 @@ def version(as_json: bool) -> None:
         except metadata.PackageNotFoundError:
             found[name] = "not installed as a package"
     _show({"zccp": found.pop("zccp"), **found}, as_json)
-
-
-class _Progress:
-    """Shows what is going on: a bar on a terminal, a line a stage elsewhere; always on standard error."""
-
-    def __init__(self) -> None:
-        self._bar: Any = None
-        self._task: Any = None
-        self._stage = ""
-
-    def __enter__(self) -> Self:
-        if sys.stderr.isatty():
-            from rich.console import Console  # noqa: PLC0415
-            from rich.progress import Progress  # noqa: PLC0415
-
-            self._bar = Progress(console=Console(stderr=True), transient=True)
-            self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def update(self, what: str, done: int, total: int) -> None:
-        """``done`` of ``total`` units of ``what``."""
-        if self._bar is None:
-            if what != self._stage:
-                click.echo(what, err=True)
-        elif self._task is None:
-            self._task = self._bar.add_task(what, total=total or None, completed=done)
-        else:
-            self._bar.update(self._task, description=what, total=total or None, completed=done)
-        self._stage = what
 
 
 def _load(config_file: Path | None, **sections: dict[str, Any]) -> "ApplianceConfig":

@@ -134,7 +134,7 @@ def _programs(config: ApplianceConfig) -> Finding:
     if not (folder / "model.json").is_file() or not key_file.is_file():
         return Finding("programs", "failed", "no programs have been built", "zccp build")
     plan = plan_for(config, read_record(folder))
-    directory = store_directory(config.home, folder)
+    directory = store_directory(config.home, folder, plan)
     try:
         store = open_store(directory, plan, local_key(key_file).public_key())
     except StoreError as error:

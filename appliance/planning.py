@@ -22,9 +22,13 @@ DEFAULT_KV_BYTES = 2 << 30
 """Size of the page pool where none is configured, raised to hold one sequence of full length."""
 
 
-def store_directory(home: Path, folder: Path) -> Path:
-    """Where the programs of the model in ``folder`` lie."""
-    return home / "programs" / folder.name
+def store_directory(home: Path, folder: Path, plan: Plan) -> Path:
+    """Where the programs of the model in ``folder`` lie.
+
+    Each target, weight form, page format and code path has a place of its own, so that building one keeps the others.
+    """
+    kind = f"{plan.target}-{plan.weight_form}-{plan.kv_format}-{plan.implementation}"
+    return home / "programs" / folder.name / kind
 
 
 def signing_key_file(home: Path) -> Path:

@@ -47,7 +47,7 @@ def build_engine(
     plan = plan_for(config, record)
     announce("verifying the program store")
     key = local_key(signing_key_file(config.home)).public_key()
-    store = open_store(store_directory(config.home, folder), plan, key)
+    store = open_store(store_directory(config.home, folder, plan), plan, key)
     announce("loading programs")
     programs = {program.bucket: program for program in store.load_all()}
     announce("restoring weights")

@@ -1,4 +1,4 @@
-"""The only place that asks which backend, device and instruction sets are present."""
+"""The only place that asks which CPU and instruction sets are present. Never imports jax."""
 
 import platform as host_platform
 from pathlib import Path
@@ -27,13 +27,6 @@ def cpu_features() -> tuple[str, ...]:
             flags = line.split(":", 1)[1].split()
             return tuple(sorted(flag for flag in flags if flag.startswith(_RELEVANT)))
     return ()
-
-
-def device_kind() -> str:
-    """The kind of the first device that JAX sees, as JAX names it. Loads jax."""
-    import jax  # noqa: PLC0415 - the rest of this module must not cost its import
-
-    return jax.devices()[0].device_kind
 
 
 def _cpuinfo() -> list[str]:
