@@ -324,12 +324,12 @@ def keys_usage(config_file: Path | None, as_json: bool) -> None:
     _table("usage", rows, as_json)
 
 
-@main.command(context_settings={"ignore_unknown_options": True})
+@main.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.argument("name")
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
 @_verb
 def bench(name: str, options: Sequence[str], as_json: bool) -> None:
-    """Run the bench NAME; OPTIONS are the bench's own."""
+    """Run the bench NAME (start, parity, peers, soak); OPTIONS are the bench's own, see zccp bench NAME --help."""
     try:
         from appliance.bench import runner  # noqa: PLC0415
     except ImportError as error:

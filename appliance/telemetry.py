@@ -154,6 +154,12 @@ class Metrics:
         self.pages_total = gauge("zccp_kv_pages_total", "Pages of keys and values.")
         self.pages_ratio = gauge("zccp_kv_use_ratio", "Share of the pages in use, 0 to 1.")
         self.ready = gauge("zccp_engine_ready", "1 while the engine takes requests.")
+        self.segments_used = Gauge(
+            "zccp_segments_used",
+            "Context segments that requests hold.",
+            registry=registry,
+            multiprocess_mode="livesum",
+        )
         self.prompt_tokens = counter("zccp_prompt_tokens", "Prompt ids computed.")
         self.generated_tokens = counter("zccp_generated_tokens", "Completion ids made.")
         self.preemptions = counter("zccp_preemptions", "Sequences that gave their pages back and waited again.")

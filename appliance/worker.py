@@ -93,9 +93,8 @@ async def _serve(assignment: Assignment, load_text: LoadText) -> int:
     codec, card = load_text(assignment)
     keys = FileKeyRing(config.keys_file)
     ledger = Ledger(config.home / "usage.bin")
-    observer = WorkerObserver(
-        Metrics(CollectorRegistry()), ROUTES, ledger.usage, keys.tenants, Path(assignment.metrics)
-    )
+    metrics = Metrics(CollectorRegistry())
+    observer = WorkerObserver(metrics, ROUTES, ledger.usage, keys.tenants, Path(assignment.metrics))
     settings = ApiSettings(
         max_body_bytes=int(config.server.max_body_mb * 1024 * 1024),
         keepalive_s=config.server.keepalive_s,
@@ -114,7 +113,9 @@ async def _serve(assignment: Assignment, load_text: LoadText) -> int:
     )
     gateway.start()
     serving = server.start()
-    telling = asyncio.create_task(_tell(gateway, assignment.notify_fd))
+    telling = asyncio.create_task(
+        _tell(gateway, assignment.notify_fd, lambda: metrics.segments_used.set(owned.count - gateway.free_segments))
+    )
     waiting = asyncio.create_task(stop.event.wait())
     await asyncio.wait({serving, waiting}, return_when=asyncio.FIRST_COMPLETED)
     if not waiting.done():
@@ -132,10 +133,11 @@ async def _serve(assignment: Assignment, load_text: LoadText) -> int:
     return 0
 
 
-async def _tell(gateway: WorkerGateway, descriptor: int) -> None:
-    """Tell the main process of each change of the engine's state."""
+async def _tell(gateway: WorkerGateway, descriptor: int, count: Callable[[], None]) -> None:
+    """Tell the main process of each change of the engine's state, and count what this worker holds."""
     told = ""
     while True:
+        count()
         status = gateway.status()
         if status.state != told:
             told = status.state

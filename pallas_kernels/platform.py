@@ -4,6 +4,7 @@ import platform as host_platform
 from pathlib import Path
 
 _CPUINFO = Path("/proc/cpuinfo")
+_NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 _RELEVANT = (
     "amx", "avx", "bmi", "f16c", "fma", "movbe", "sse4", "asimd", "bf16", "i8mm", "sve",
 )  # fmt: skip
@@ -27,6 +28,16 @@ def cpu_features() -> tuple[str, ...]:
             flags = line.split(":", 1)[1].split()
             return tuple(sorted(flag for flag in flags if flag.startswith(_RELEVANT)))
     return ()
+
+
+def nvidia_gpus() -> tuple[str, ...]:
+    """Models of the NVIDIA GPUs that the driver has taken, for reports; empty without the driver."""
+    lines = [
+        line
+        for information in sorted(_NVIDIA_GPUS.glob("*/information"))
+        for line in information.read_text().splitlines()
+    ]
+    return tuple(line.split(":", 1)[1].strip() for line in lines if line.startswith("Model:"))
 
 
 def _cpuinfo() -> list[str]:
