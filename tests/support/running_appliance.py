@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx
 import yaml
@@ -61,7 +61,7 @@ class RunningAppliance:
         self._config = config
         self.url = ""
 
-    def __enter__(self) -> "RunningAppliance":
+    def __enter__(self) -> Self:
         self._stderr = self._log.open("wb")
         self.process = subprocess.Popen(
             [*ZCCP, "serve", "--json", "--config", str(self._config)],

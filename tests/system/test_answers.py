@@ -1,4 +1,4 @@
-"""What clients get from the real model: both SDKs, curl and the terminal; determinism, choices, stops, probabilities."""
+"""What clients get from the real model: SDKs, curl, terminal; determinism, choices, stop strings, probabilities."""
 
 import json
 import subprocess

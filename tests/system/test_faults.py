@@ -148,7 +148,7 @@ def test_an_edited_manifest_is_refused(copied_home: Path, tmp_path: Path) -> Non
 
 def test_a_changed_program_is_refused(copied_home: Path, tmp_path: Path) -> None:
     (folder,) = (copied_home / "programs" / MODEL).glob("*int8*")
-    program = sorted(folder.glob("decode*.zst"))[0]
+    program = min(folder.glob("decode*.zst"))
     program.write_bytes(program.read_bytes()[:-1] + b"\0")
     said = refusal(copied_home, tmp_path)
     assert f"{program} is not the file that was signed" in said

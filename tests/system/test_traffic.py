@@ -12,7 +12,22 @@ from tests.support.running_appliance import RunningAppliance
 pytestmark = pytest.mark.system
 
 MODEL = "smollm2-135m"
-WORDS = "the sea is calm tonight and people walk along the shore while children play with a red ball".split()
+WORDS = (
+    "the",
+    "sea",
+    "is",
+    "calm",
+    "tonight",
+    "and",
+    "people",
+    "walk",
+    "along",
+    "a",
+    "shore",
+    "while",
+    "children",
+    "play",
+)
 NUM_REQUESTS = 48
 AT_ONCE = 12
 
