@@ -28,7 +28,7 @@ inline void store(float* p, v16 v) { std::memcpy(p, &v, sizeof v); }
 inline v16 splat(float x) { return x - v16{}; }
 inline float sum(v16 v) { return _mm512_reduce_add_ps((__m512)v); }
 
-// e^x for x <= 0 to about 2 ulp: split into 2^n * e^r, a degree-6 polynomial in r. Cephes' coefficients (expf, public domain).
+// e^x for x <= 0 to about 2 ulp, 0 below -87: split into 2^n * e^r, a degree-6 polynomial in r. Cephes' coefficients (expf, public domain).
 inline v16 exp16(v16 x) {
   const __m512 clamped = _mm512_max_ps((__m512)x, _mm512_set1_ps(-87.0f));
   const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(clamped, _mm512_set1_ps(1.44269504f)), 0);
@@ -40,8 +40,61 @@ inline v16 exp16(v16 x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
-  return (v16)_mm512_scalef_ps((__m512)p, n);
+  const __mmask16 alive = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87.0f), _CMP_GE_OQ);
+  return (v16)_mm512_maskz_scalef_ps(alive, (__m512)p, n);
 }
+
+// A tile of sums, kRows x kVectors, as one member a vector: members stay in registers, which GCC does not manage for arrays
+// whose loops it unrolls. Ops gives Sum, Vector, Number, kNumbers of which make a vector, and multiply_add(sum, columns, row).
+template <typename Ops, int kVectors>
+struct TileRow {
+  typename Ops::Sum sum = {};
+  TileRow<Ops, kVectors - 1> rest = {};
+
+  [[gnu::always_inline]] void multiply_add(const typename Ops::Number* columns, typename Ops::Vector row) {
+    typename Ops::Vector vector;
+    std::memcpy(&vector, columns, sizeof vector);
+    sum = Ops::multiply_add(sum, vector, row);
+    rest.multiply_add(columns + Ops::kNumbers, row);
+  }
+  template <typename Body>
+  [[gnu::always_inline]] void each(int row, int vector, const Body& body) {
+    body(row, vector, sum);
+    rest.each(row, vector + 1, body);
+  }
+};
+template <typename Ops>
+struct TileRow<Ops, 0> {
+  [[gnu::always_inline]] void multiply_add(const typename Ops::Number*, typename Ops::Vector) {}
+  template <typename Body>
+  [[gnu::always_inline]] void each(int, int, const Body&) {}
+};
+
+template <typename Ops, int kRows, int kVectors>
+struct Tile {
+  TileRow<Ops, kVectors> row = {};
+  Tile<Ops, kRows - 1, kVectors> rest = {};
+
+  // Adds columns[kVectors] times broadcast(0), .., broadcast(kRows - 1) of the first operand.
+  template <typename Broadcast>
+  [[gnu::always_inline]] void multiply_add(const typename Ops::Number* columns, const Broadcast& broadcast, int first = 0) {
+    row.multiply_add(columns, broadcast(first));
+    rest.multiply_add(columns, broadcast, first + 1);
+  }
+  // Calls body(row, vector, sum) for every sum; body may change it.
+  template <typename Body>
+  [[gnu::always_inline]] void each(const Body& body, int first = 0) {
+    row.each(first, 0, body);
+    rest.each(body, first + 1);
+  }
+};
+template <typename Ops, int kVectors>
+struct Tile<Ops, 0, kVectors> {
+  template <typename Broadcast>
+  [[gnu::always_inline]] void multiply_add(const typename Ops::Number*, const Broadcast&, int = 0) {}
+  template <typename Body>
+  [[gnu::always_inline]] void each(const Body&, int = 0) {}
+};
 
 // Runs body(i) for i in [0, items) on the calling thread and on whatever pool threads come to help. The caller takes items
 // until none is left and then waits only for those that others have begun, so that it never waits for a busy pool.

@@ -10,20 +10,22 @@ namespace zccp {
 namespace {
 
 constexpr int64_t kColumns = 64;  // columns of a block: four vectors of sixteen sums
-constexpr int64_t kRows = 6;      // rows of planes at a time: 24 of the 32 vector registers hold sums
+constexpr int64_t kBlocks = 8;   // most blocks that are read together
+constexpr int64_t kRows = 6;      // most rows of planes at a time: 24 of the 32 vector registers hold sums
+constexpr int64_t kAhead = 8;     // rows of k that are fetched ahead
 constexpr float kPlane = 254.0f;
 
 struct Planes {
-  int64_t rows, padded_rows, k, padded_k;
-  std::vector<int8_t> values;    // [padded_rows, padded_k], first all high planes, then all low ones
-  std::vector<int32_t> offsets;  // 128 * sum over k, per row
+  int64_t rows, k, padded_k;
+  std::vector<int8_t> values;    // [2 * rows, padded_k], first all high planes, then all low ones
+  std::vector<int32_t> offsets;  // 128 * sum over k, per row of planes
   std::vector<float> steps;      // [rows]
 };
 
 Planes split(const float* x, int64_t rows, int64_t k) {
-  Planes p{rows, (2 * rows + kRows - 1) / kRows * kRows, k, (k + 3) / 4 * 4, {}, {}, {}};
-  p.values.assign(p.padded_rows * p.padded_k, 0);
-  p.offsets.assign(p.padded_rows, 0);
+  Planes p{rows, k, (k + 3) / 4 * 4, {}, {}, {}};
+  p.values.assign(2 * rows * p.padded_k, 0);
+  p.offsets.resize(2 * rows);
   p.steps.resize(rows);
   for (int64_t r = 0; r < rows; ++r) {
     const float* row = x + r * k;
@@ -48,73 +50,112 @@ Planes split(const float* x, int64_t rows, int64_t k) {
   return p;
 }
 
-// Interleaves four rows of 64 codes to four vectors of 16 columns x 4 k, and makes them unsigned. The columns of vector v
-// are v * 4 + {0..3} of each 16-column group, in the order that unpack leaves them: see column_of.
-inline void interleave(const int8_t* rows[4], uint8_t* out) {
+// Interleaves four rows of 64 codes to four vectors of 16 columns x 4 k, and makes them unsigned. Lane 4 g + j of vector v
+// belongs to column 16 g + 4 v + j, the order in which unpack leaves them; in_order undoes it.
+inline void interleave(const int8_t* const rows[4], uint8_t* out) {
   const __m512i flip = _mm512_set1_epi8(static_cast<char>(0x80));
   __m512i r[4];
   for (int i = 0; i < 4; ++i) r[i] = _mm512_xor_si512(_mm512_loadu_si512(rows[i]), flip);
   const __m512i a = _mm512_unpacklo_epi8(r[0], r[1]), b = _mm512_unpackhi_epi8(r[0], r[1]);
   const __m512i c = _mm512_unpacklo_epi8(r[2], r[3]), d = _mm512_unpackhi_epi8(r[2], r[3]);
-  _mm512_store_si512(out, _mm512_unpacklo_epi16(a, c));
-  _mm512_store_si512(out + 64, _mm512_unpackhi_epi16(a, c));
-  _mm512_store_si512(out + 128, _mm512_unpacklo_epi16(b, d));
-  _mm512_store_si512(out + 192, _mm512_unpackhi_epi16(b, d));
+  _mm512_storeu_si512(out, _mm512_unpacklo_epi16(a, c));
+  _mm512_storeu_si512(out + 64, _mm512_unpackhi_epi16(a, c));
+  _mm512_storeu_si512(out + 128, _mm512_unpacklo_epi16(b, d));
+  _mm512_storeu_si512(out + 192, _mm512_unpackhi_epi16(b, d));
 }
 
-// Column (0..63) that lane `lane` of vector `vector` sums.
-inline int64_t column_of(int vector, int lane) { return (lane / 4) * 16 + vector * 4 + lane % 4; }
+// 64 sums from interleave's order to columns 0..63: a transposition of 4 x 4 groups of four lanes.
+inline void in_order(int32_t* sums) {
+  __m512i v[4];
+  for (int i = 0; i < 4; ++i) v[i] = _mm512_loadu_si512(sums + 16 * i);
+  const __m512i a = _mm512_shuffle_i32x4(v[0], v[1], 0x88), b = _mm512_shuffle_i32x4(v[0], v[1], 0xdd);
+  const __m512i c = _mm512_shuffle_i32x4(v[2], v[3], 0x88), d = _mm512_shuffle_i32x4(v[2], v[3], 0xdd);
+  _mm512_storeu_si512(sums, _mm512_shuffle_i32x4(a, c, 0x88));
+  _mm512_storeu_si512(sums + 16, _mm512_shuffle_i32x4(b, d, 0x88));
+  _mm512_storeu_si512(sums + 32, _mm512_shuffle_i32x4(a, c, 0xdd));
+  _mm512_storeu_si512(sums + 48, _mm512_shuffle_i32x4(b, d, 0xdd));
+}
 
-void one_block(const Planes& p, const int8_t* codes, int64_t n, int64_t width, const float* scale, float* y,
-               int64_t y_stride) {
-  static thread_local std::vector<uint8_t> scratch;
-  scratch.resize(p.padded_k * kColumns + 64);
-  uint8_t* packed = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(scratch.data()) + 63) & ~uintptr_t{63});
+struct Int8Ops {
+  using Number = uint8_t;
+  using Sum = __m512i;
+  using Vector = __m512i;
+  static constexpr int64_t kNumbers = 64;
+
+  [[gnu::always_inline]] static Sum multiply_add(Sum sum, Vector columns, Vector row) {
+    return _mm512_dpbusd_epi32(sum, columns, row);
+  }
+};
+
+// Up to kBlocks blocks of 64 columns, each interleaved to [padded_k / 4, 256] bytes. Several blocks at a time make longer
+// reads: rows lie a page or more apart, where the hardware does not foresee them.
+void pack(const Planes& p, const int8_t* codes, int64_t n, int64_t width, uint8_t* packed) {
   alignas(64) int8_t edge[4][kColumns];
-  for (int64_t i = 0; i < p.padded_k; i += 4) {
-    const int8_t* rows[4];
-    for (int64_t j = 0; j < 4; ++j) {
-      rows[j] = codes + (i + j) * n;
-      if (width < kColumns || i + j >= p.k) {  // the last columns or rows: read no further than the array
-        std::memset(edge[j], 0, kColumns);
-        if (i + j < p.k) std::memcpy(edge[j], rows[j], width);
-        rows[j] = edge[j];
+  for (int64_t i = 0; i < p.padded_k; i += 4)
+    for (int64_t c = 0; c < width; c += kColumns) {
+      const int8_t* rows[4];
+      for (int64_t j = 0; j < 4; ++j) {
+        rows[j] = codes + (i + j) * n + c;
+        __builtin_prefetch(rows[j] + kAhead * n);
+        if (width - c < kColumns || i + j >= p.k) {  // last columns or rows: read no further than the array
+          std::memset(edge[j], 0, kColumns);
+          if (i + j < p.k) std::memcpy(edge[j], rows[j], std::min(kColumns, width - c));
+          rows[j] = edge[j];
+        }
       }
+      interleave(rows, packed + c * p.padded_k + i * kColumns);
     }
-    interleave(rows, packed + i * kColumns);
-  }
-  static thread_local std::vector<int32_t> sums_store;
-  sums_store.resize(p.padded_rows * kColumns);
-  int32_t* sums = sums_store.data();
-  for (int64_t r = 0; r < p.padded_rows; r += kRows) {
-    __m512i acc[kRows][4];
-    for (auto& row : acc)
-      for (auto& v : row) v = _mm512_setzero_si512();
-    const int8_t* x = p.values.data() + r * p.padded_k;
-    for (int64_t i = 0; i < p.padded_k; i += 4) {
-      __m512i w[4];
-      for (int v = 0; v < 4; ++v) w[v] = _mm512_load_si512(packed + i * kColumns + v * 64);
-      for (int64_t m = 0; m < kRows; ++m) {
-        int32_t four;
-        std::memcpy(&four, x + m * p.padded_k + i, 4);
-        const __m512i broadcast = _mm512_set1_epi32(four);
-        for (int v = 0; v < 4; ++v) acc[m][v] = _mm512_dpbusd_epi32(acc[m][v], w[v], broadcast);
-      }
-    }
-    for (int64_t m = 0; m < kRows; ++m)
-      for (int v = 0; v < 4; ++v) _mm512_storeu_si512(sums + (r + m) * kColumns + v * 16, acc[m][v]);
-  }
+}
+
+// Sums of kCount rows of planes over a packed block, to sums[kCount, 64].
+template <int kCount>
+void multiply(const Planes& p, int64_t first, const uint8_t* packed, int32_t* sums) {
+  Tile<Int8Ops, kCount, 4> tile;
+  const int8_t* x = p.values.data() + first * p.padded_k;
+  for (int64_t i = 0; i < p.padded_k; i += 4)
+    tile.multiply_add(packed + i * kColumns, [&](int row) {
+      int32_t four;
+      std::memcpy(&four, x + row * p.padded_k + i, 4);
+      return _mm512_set1_epi32(four);
+    });
+  tile.each([&](int row, int v, __m512i sum) { _mm512_storeu_si512(sums + row * kColumns + v * 16, sum); });
+  for (int row = 0; row < kCount; ++row) in_order(sums + row * kColumns);
+}
+
+using Multiply = void (*)(const Planes&, int64_t, const uint8_t*, int32_t*);
+constexpr Multiply kMultiply[kRows + 1] = {nullptr,     multiply<1>, multiply<2>, multiply<3>,
+                                           multiply<4>, multiply<5>, multiply<6>};
+
+// Sums of a packed block to results: both planes together, times the row's step and the column's scale.
+void finish(const Planes& p, const int32_t* sums, const float* scale, int64_t width, float* y, int64_t n) {
+  alignas(64) float scales[kColumns] = {}, results[kColumns];
+  std::memcpy(scales, scale, width * sizeof(float));
   for (int64_t r = 0; r < p.rows; ++r) {
     const int32_t* high = sums + r * kColumns;
     const int32_t* low = sums + (p.rows + r) * kColumns;
-    for (int v = 0; v < 4; ++v)
-      for (int lane = 0; lane < 16; ++lane) {
-        const int64_t column = column_of(v, lane);
-        if (column >= width) continue;
-        const float h = static_cast<float>(high[v * 16 + lane] - p.offsets[r]);
-        const float l = static_cast<float>(low[v * 16 + lane] - p.offsets[p.rows + r]);
-        y[r * y_stride + column] = (h + l / kPlane) * p.steps[r] * scale[column];
-      }
+    const int32_t high_offset = p.offsets[r], low_offset = p.offsets[p.rows + r];
+    const float step = p.steps[r];
+    for (int64_t c = 0; c < kColumns; ++c) {
+      const float whole = static_cast<float>(high[c] - high_offset);
+      results[c] = (whole + static_cast<float>(low[c] - low_offset) * (1.0f / kPlane)) * step * scales[c];
+    }
+    std::memcpy(y + r * n, results, width * sizeof(float));
+  }
+}
+
+// y[rows, width] for up to kBlocks blocks of columns.
+void some_columns(const Planes& p, const int8_t* codes, int64_t n, int64_t width, const float* scale, float* y) {
+  static thread_local std::vector<uint8_t> packed;
+  static thread_local std::vector<int32_t> sums;
+  packed.resize(p.padded_k * kColumns * kBlocks);
+  sums.resize(2 * p.rows * kColumns);
+  pack(p, codes, n, width, packed.data());
+  for (int64_t c = 0; c < width; c += kColumns) {
+    for (int64_t r = 0; r < 2 * p.rows; r += kRows) {
+      const int64_t count = std::min(kRows, 2 * p.rows - r);
+      kMultiply[count](p, r, packed.data() + c * p.padded_k, sums.data() + r * kColumns);
+    }
+    finish(p, sums.data(), scale + c, std::min(kColumns, width - c), y + c, n);
   }
 }
 
@@ -126,13 +167,11 @@ ffi::Error LinearInt8(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer
   const Planes planes = split(x.typed_data(), rows, k);
   const int8_t* matrix = codes.typed_data() + at * k * n;
   const float* scales = scale.typed_data() + at * n;
-  const int64_t blocks = (n + kColumns - 1) / kColumns;
-  const int64_t per_item = std::max<int64_t>(1, blocks / (8 * static_cast<int64_t>(pool.num_threads())));
-  parallel_for(pool, (blocks + per_item - 1) / per_item, [&](int64_t item) {
-    for (int64_t b = item * per_item; b < std::min(blocks, (item + 1) * per_item); ++b) {
-      const int64_t first = b * kColumns;
-      one_block(planes, matrix + first, n, std::min(kColumns, n - first), scales + first, y->typed_data() + first, n);
-    }
+  const int64_t blocks = (n + kColumns - 1) / kColumns, threads = pool.num_threads();
+  const int64_t columns = kColumns * std::min(kBlocks, (blocks + threads - 1) / threads);
+  parallel_for(pool, (n + columns - 1) / columns, [&](int64_t item) {
+    const int64_t first = item * columns;
+    some_columns(planes, matrix + first, n, std::min(columns, n - first), scales + first, y->typed_data() + first);
   });
   return ffi::Error::Success();
 }

@@ -14,7 +14,7 @@ using S32 = ffi::Buffer<ffi::S32>;
 namespace {
 
 constexpr int64_t kQueryRows = 96;  // (query head, token) rows of an item: a multiple of kMicroRows
-constexpr int64_t kMicroRows = 6;   // 6 rows x 4 vectors of sums fill 24 of the 32 vector registers
+constexpr int kMicroRows = 6;   // 6 rows x 4 vectors of sums fill 24 of the 32 vector registers
 constexpr int64_t kKeys = 64;       // keys of a block: 4 vectors
 constexpr int64_t kMaxHeadDim = 1024;
 constexpr float kMasked = -1e30f;
@@ -22,9 +22,12 @@ constexpr float kMasked = -1e30f;
 // How numbers are held and multiplied: kPair neighbours along the summed dimension make one Number.
 struct Float32Ops {
   using Number = float;
-  static constexpr int64_t kPair = 1;
+  using Sum = v16;
+  using Vector = v16;
+  static constexpr int64_t kPair = 1, kNumbers = 16;
 
-  static v16 multiply_add(v16 acc, const Number* columns, const Number* row) { return acc + load(columns) * *row; }
+  [[gnu::always_inline]] static Sum multiply_add(Sum sum, Vector columns, Vector row) { return sum + columns * row; }
+  static Vector broadcast(Number x) { return splat(x); }
 
   static void pack_row(const float* from, int64_t n, float factor, Number* to) {
     for (int64_t i = 0; i < n; i += 16) store(to + i, load(from + i) * factor);
@@ -36,13 +39,14 @@ struct Float32Ops {
 #ifdef __AVX512BF16__
 struct Bf16Ops {
   using Number = uint32_t;
-  static constexpr int64_t kPair = 2;
+  using Sum = v16;
+  using Vector = __m512i;
+  static constexpr int64_t kPair = 2, kNumbers = 16;
 
-  static v16 multiply_add(v16 acc, const Number* columns, const Number* row) {
-    const __m512bh b = (__m512bh)_mm512_loadu_si512(columns);
-    const __m512bh a = (__m512bh)_mm512_set1_epi32(static_cast<int32_t>(*row));
-    return (v16)_mm512_dpbf16_ps((__m512)acc, b, a);
+  [[gnu::always_inline]] static Sum multiply_add(Sum sum, Vector columns, Vector row) {
+    return (v16)_mm512_dpbf16_ps((__m512)sum, (__m512bh)columns, (__m512bh)row);
   }
+  static Vector broadcast(Number x) { return _mm512_set1_epi32(static_cast<int32_t>(x)); }
 
   // n floats to n / 2 pairs of neighbours.
   static void pack_row(const float* from, int64_t n, float factor, Number* to) {
@@ -65,19 +69,15 @@ struct Bf16Ops {
 using Bf16Ops = Float32Ops;  // exact instead of fast
 #endif
 
-// out[6, columns] (+)= rows[6, depth] * packed[depth, columns]; columns a multiple of 16, at most 64 of them at a time.
+// out[6, 16 * kVectors] (+)= rows[6, depth] * packed[depth, columns].
 template <typename Ops, int kVectors, typename Number = typename Ops::Number>
 void micro(const Number* rows, int64_t row_stride, const Number* packed, int64_t packed_stride, int64_t depth, float* out,
            int64_t out_stride, bool accumulate) {
-  v16 acc[kMicroRows][kVectors];
-  for (int64_t r = 0; r < kMicroRows; ++r)
-    for (int v = 0; v < kVectors; ++v) acc[r][v] = accumulate ? load(out + r * out_stride + v * 16) : splat(0.0f);
+  Tile<Ops, kMicroRows, kVectors> tile;
+  if (accumulate) tile.each([&](int row, int v, v16& sum) { sum = load(out + row * out_stride + v * 16); });
   for (int64_t i = 0; i < depth; ++i)
-    for (int64_t r = 0; r < kMicroRows; ++r)
-      for (int v = 0; v < kVectors; ++v)
-        acc[r][v] = Ops::multiply_add(acc[r][v], packed + i * packed_stride + v * 16, rows + r * row_stride + i);
-  for (int64_t r = 0; r < kMicroRows; ++r)
-    for (int v = 0; v < kVectors; ++v) store(out + r * out_stride + v * 16, acc[r][v]);
+    tile.multiply_add(packed + i * packed_stride, [&](int row) { return Ops::broadcast(rows[row * row_stride + i]); });
+  tile.each([&](int row, int v, v16 sum) { store(out + row * out_stride + v * 16, sum); });
 }
 
 template <typename Ops, typename Number = typename Ops::Number>
@@ -130,6 +130,15 @@ const float* value_at(const Problem& z, const Item& item, int64_t position) {
   return key_at(z, item, position) + z.page_size * z.head_dim;
 }
 
+// [kKeys, depth] to [depth, kKeys] of four-byte numbers, sixteen columns at a time by gathers.
+inline void transpose(const float* from, int64_t depth, float* to) {
+  const __m512i index = _mm512_mullo_epi32(_mm512_set1_epi32(static_cast<int32_t>(depth)),
+                                           _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+  for (int64_t j = 0; j < kKeys; j += 16)
+    for (int64_t i = 0; i < depth; ++i)
+      _mm512_storeu_ps(to + i * kKeys + j, _mm512_i32gather_ps(index, from + j * depth + i, 4));
+}
+
 // Packs n keys from `first` on to [head_dim / kPair, kKeys] and their values to [kKeys / kPair, head_dim]; what lies behind
 // is zero.
 template <typename Ops>
@@ -141,8 +150,7 @@ void pack_block(const Problem& z, const Item& item, int64_t first, int64_t n, Sc
     Ops::pack_row(j < n ? key_at(z, item, first + j) : zeros.data(), d, 1.0f, s.key_rows.data() + j * depth);
     values[j] = j < n ? value_at(z, item, first + j) : zeros.data();
   }
-  for (int64_t i = 0; i < depth; ++i)
-    for (int64_t j = 0; j < kKeys; ++j) s.keys[i * kKeys + j] = s.key_rows[j * depth + i];
+  transpose(reinterpret_cast<const float*>(s.key_rows.data()), depth, reinterpret_cast<float*>(s.keys.data()));
   for (int64_t j = 0; j < kKeys / Ops::kPair; ++j) Ops::pack_rows(values + j * Ops::kPair, d, s.values.data() + j * d);
 }
 
@@ -150,28 +158,28 @@ void pack_block(const Problem& z, const Item& item, int64_t first, int64_t n, Sc
 template <typename Ops>
 void soften(const Problem& z, Scratch<Ops>& s, int64_t row, int64_t low, int64_t high) {
   float* scores = s.scores.data() + row * kKeys;
+  low = std::clamp<int64_t>(low, 0, kKeys);
+  high = std::clamp<int64_t>(high, low, kKeys);
   if (z.softcap > 0)
     for (int64_t j = low; j < high; ++j) scores[j] = z.softcap * std::tanh(scores[j] / z.softcap);
-  for (int64_t j = 0; j < std::min(low, kKeys); ++j) scores[j] = kMasked;
-  for (int64_t j = std::max<int64_t>(high, 0); j < kKeys; ++j) scores[j] = kMasked;
-  __m512 most = (__m512)load(scores);
-  for (int64_t j = 16; j < kKeys; j += 16) most = _mm512_max_ps(most, (__m512)load(scores + j));
-  const float peak = std::max(s.peak[row], _mm512_reduce_max_ps(most));
-  const float factor = std::exp(s.peak[row] - peak);
-  v16 total = splat(0.0f);
-  for (int64_t j = 0; j < kKeys; j += 16) {
-    // a row that has seen no key yet has a masked peak: its weights must be 0, not e^0
-    const __mmask16 seen = _mm512_cmp_ps_mask((__m512)load(scores + j), _mm512_set1_ps(0.5f * kMasked), _CMP_GT_OQ);
-    const v16 weight = (v16)_mm512_maskz_mov_ps(seen, (__m512)exp16(load(scores + j) - peak));
-    store(scores + j, weight);
-    total += weight;
-  }
-  s.peak[row] = peak;
-  s.total[row] = s.total[row] * factor + sum(total);
-  if (factor != 1.0f) {
+  std::fill(scores, scores + low, kMasked);
+  std::fill(scores + high, scores + kKeys, kMasked);
+  v16 x[kKeys / 16];
+  for (int64_t j = 0; j < kKeys / 16; ++j) x[j] = load(scores + 16 * j);
+  const __m512 most = _mm512_max_ps(_mm512_max_ps((__m512)x[0], (__m512)x[1]), _mm512_max_ps((__m512)x[2], (__m512)x[3]));
+  const float before = s.peak[row], peak = std::max(before, _mm512_reduce_max_ps(most));
+  // a row that has seen no key has a masked peak: masked keys must weigh 0 in it, not e^0
+  const float base = std::max(peak, 0.5f * kMasked);
+  for (int64_t j = 0; j < kKeys / 16; ++j) store(scores + 16 * j, x[j] = exp16(x[j] - base));
+  const float total = sum((x[0] + x[1]) + (x[2] + x[3]));
+  if (peak != before) {
+    const float factor = std::exp(before - peak);
     float* sums = s.sums.data() + row * z.head_dim;
     for (int64_t j = 0; j < z.head_dim; j += 16) store(sums + j, load(sums + j) * factor);
+    s.total[row] *= factor;
+    s.peak[row] = peak;
   }
+  s.total[row] += total;
   Ops::pack_row(scores, kKeys, 1.0f, s.weights.data() + row * (kKeys / Ops::kPair));
 }
 
