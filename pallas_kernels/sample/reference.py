@@ -23,12 +23,16 @@ def suppress(logits: Float[Array, "rows vocab"], ids: Int32[Array, "rows n"]) ->
 
 
 def gumbel(rows: tuple, ids: Int32[Array, "rows n"]) -> Float[Array, "rows n"]:
-    """Gumbel noise of each (row, id), a function of seed, position and id alone (Threefry-2x32)."""
+    """Gumbel noise of each (row, id), a function of seed, position and id alone.
+
+    The bits are both words of Threefry-2x32 under the row's key at counter ``id``, joined by exclusive or.
+    """
 
     def one_row(low: Array, high: Array, position: Array, row_ids: Array) -> Array:
         data = jax.lax.bitcast_convert_type(jnp.stack([high, low]), jnp.uint32)
         key = jax.random.fold_in(jax.random.wrap_key_data(data, impl="threefry2x32"), position)
-        bits = jax.vmap(lambda i: jax.random.bits(jax.random.fold_in(key, i)))(row_ids)
+        words = jax.random.key_data(jax.vmap(lambda i: jax.random.fold_in(key, i))(row_ids))
+        bits = words[:, 0] ^ words[:, 1]
         # 24 bits into the open interval (0, 1): no infinities on either side
         uniform = ((bits >> 8).astype(jnp.float32) + 0.5) * (2.0**-24)
         return -jnp.log(-jnp.log(uniform))

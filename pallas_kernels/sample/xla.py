@@ -65,7 +65,7 @@ def _draw(adjusted: Float[Array, "rows vocab"], rows: tuple) -> Int32[Array, " r
 
     def among_all() -> Int32[Array, " rows"]:
         # a row whose candidates tell everything keeps their limits: its choice never depends on who takes this way
-        kept = jnp.where(limits.exact, limits.kept, _full_limits(z, rows))
+        kept = jnp.where(limits.exact, limits.kept, _full_limits(z, rows, ~limits.exact))
         noise = gumbel(rows, jnp.broadcast_to(jnp.arange(z.shape[1], dtype=jnp.int32), z.shape))
         return jnp.argmax(jnp.where(z >= kept[:, None], z + noise, -jnp.inf), axis=-1).astype(jnp.int32)
 
@@ -96,15 +96,22 @@ def _candidate_limits(z: Array, values: Float[Array, "rows candidates"], rows: t
     return _Limits(kept, (told & (values[:, -1] < kept)) | (candidates == vocab))
 
 
-def _full_limits(z: Float[Array, "rows vocab"], rows: tuple) -> Float[Array, " rows"]:
+def _full_limits(z: Float[Array, "rows vocab"], rows: tuple, asked: Bool[Array, " rows"]) -> Float[Array, " rows"]:
+    """Limits of the rows that ask; each threshold is searched only if one of them sets its rule."""
     vocab = z.shape[1]
+    off = jnp.full(z.shape[:1], -jnp.inf)
     wanted = jnp.where(rows.top_k > 0, jnp.minimum(rows.top_k, vocab), vocab)
-    kth = _largest_threshold(z, lambda keep: keep.sum(1) >= wanted)
-    weights = jnp.where(z >= kth[:, None], jnp.exp(z), 0.0)
-    enough = rows.top_p * weights.sum(1)
-    nucleus = _largest_threshold(z, lambda keep: jnp.where(keep, weights, 0.0).sum(1) >= enough)
-    nucleus = jnp.where(rows.top_p < 1, nucleus, -jnp.inf)
-    return jnp.maximum(jnp.maximum(kth, nucleus), _min_p_limit(rows))
+    any_top_k = jnp.any(asked & (wanted < vocab))
+    kth = jax.lax.cond(any_top_k, lambda: _largest_threshold(z, lambda keep: keep.sum(1) >= wanted), lambda: off)
+
+    def nucleus() -> Float[Array, " rows"]:
+        weights = jnp.where(z >= kth[:, None], jnp.exp(z), 0.0)
+        enough = rows.top_p * weights.sum(1)
+        found = _largest_threshold(z, lambda keep: jnp.where(keep, weights, 0.0).sum(1) >= enough)
+        return jnp.where(rows.top_p < 1, found, -jnp.inf)
+
+    inside = jax.lax.cond(jnp.any(asked & (rows.top_p < 1)), nucleus, lambda: off)
+    return jnp.maximum(jnp.maximum(kth, inside), _min_p_limit(rows))
 
 
 def _largest_threshold(z: Float[Array, "rows vocab"], enough: object) -> Float[Array, " rows"]:
