@@ -176,3 +176,10 @@ def test_a_row_depends_neither_on_its_neighbours_nor_on_their_number(seed, field
     np.testing.assert_array_equal(
         ids_of("xla", logits[backwards], take(rows, backwards), counts, bias), among[backwards]
     )
+
+
+def test_the_fast_way_never_sorts_the_vocabulary():
+    logits, counts = jnp.zeros((1, 6_000)), jnp.zeros((1, 6_000), jnp.int32)
+    text = compiled("xla").lower(logits, sample_rows(1), counts, logits).compile().as_text()
+    assert 'custom_call_target="TopK"' in text
+    assert "sort(" not in text
