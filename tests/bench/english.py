@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from api.ports import ChatMessage
+from api.ports import ChatMessage, TextCodec
 from appliance.bench.runner import BenchUseError
-from appliance.model.codec import Codec
 
 DEFAULT_SOURCE = "pydoc_data.topics of the running Python, topics in order of name (PSF licence)"
 
@@ -53,7 +52,7 @@ def text_of(file: Path | None) -> tuple[str, str]:
         raise BenchUseError(f"--text {file}: {error}; name a text file in UTF-8") from error
 
 
-def windows_of(codec: Codec, text: str, count: int, length: int) -> list[list[int]]:
+def windows_of(codec: TextCodec, text: str, count: int, length: int) -> list[list[int]]:
     """The first ``count`` windows of ``length`` ids.
 
     Raises:
@@ -65,7 +64,7 @@ def windows_of(codec: Codec, text: str, count: int, length: int) -> list[list[in
     return [ids[start : start + length] for start in range(0, count * length, length)]
 
 
-def mixed_prompts(codec: Codec, text: str, count: int) -> list[list[int]]:
+def mixed_prompts(codec: TextCodec, text: str, count: int) -> list[list[int]]:
     """``count`` (at most 20) prompts, by turns a question as a conversation and an excerpt of the text."""
     ids = codec.encode(text, parse_special=False)
     prompts: list[list[int]] = []
@@ -77,7 +76,7 @@ def mixed_prompts(codec: Codec, text: str, count: int) -> list[list[int]]:
     return prompts[:count]
 
 
-def fresh_prompts(codec: Codec, text: str, lengths: list[int]) -> Iterator[Prompt]:
+def fresh_prompts(codec: TextCodec, text: str, lengths: list[int]) -> Iterator[Prompt]:
     """Prompts of the given lengths, cut one after the other so that no two share a beginning.
 
     Raises:
