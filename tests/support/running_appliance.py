@@ -129,8 +129,12 @@ class RunningAppliance:
             return not any(found[name] for name in held)
 
         eventually(is_idle, lambda: f"still held: {[(name, found[name]) for name in held if found[name]]}")
-        health = self.client.get("/health").json()
-        assert health["free_pages"] == health["total_pages"]
+
+        def is_told() -> bool:
+            health = self.client.get("/health").json()
+            return health["free_pages"] == health["total_pages"]
+
+        eventually(is_told, lambda: "the workers are not told that all pages are free")
         return found
 
 

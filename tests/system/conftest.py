@@ -24,7 +24,7 @@ def shared(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
     sections = {
         "server": {"workers": 2, "max_body_mb": 1.0},
         "model": {"aliases": {"gpt-4o": "smollm2-135m"}},
-        "engine": {"max_waiting": 64},
+        "engine": {"max_waiting": 32},
     }
     config = write_config(tmp_path_factory.mktemp("shared"), home, sections)
     with RunningAppliance(config) as appliance:

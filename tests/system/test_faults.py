@@ -137,7 +137,7 @@ def test_a_store_for_another_plan_is_refused_with_its_differences(home: Path, tm
 
 
 def test_an_edited_manifest_is_refused(copied_home: Path, tmp_path: Path) -> None:
-    (manifest,) = (copied_home / "programs" / MODEL).glob("*int8*/manifest.json")
+    (manifest,) = (copied_home / "programs" / MODEL).glob("*-int8-*/manifest.json")
     document = json.loads(manifest.read_text())
     document["programs"][0]["sha256"] = "0" * 64
     manifest.write_text(json.dumps(document))
@@ -147,7 +147,7 @@ def test_an_edited_manifest_is_refused(copied_home: Path, tmp_path: Path) -> Non
 
 
 def test_a_changed_program_is_refused(copied_home: Path, tmp_path: Path) -> None:
-    (folder,) = (copied_home / "programs" / MODEL).glob("*int8*")
+    (folder,) = [path.parent for path in (copied_home / "programs" / MODEL).glob("*-int8-*/manifest.json")]
     program = min(folder.glob("decode*.zst"))
     program.write_bytes(program.read_bytes()[:-1] + b"\0")
     said = refusal(copied_home, tmp_path)
