@@ -103,7 +103,8 @@ def run(
     if slopes:
         values = list(slopes.values())
         ends = (min(values), max(values))
-        results.append(Result("rss_slope_mb_per_min", max(values), "MiB/min", len(memory.at_s), ends, 0.5, "<="))
+        fitted = sum(at_s >= settle_minutes * 60 for at_s in memory.at_s)
+        results.append(Result("rss_slope_mb_per_min", max(values), "MiB/min", fitted, ends, 0.5, "<="))
         notes.append("slopes in MiB/min: " + ", ".join(f"{name} {value:+.3f}" for name, value in slopes.items()))
     else:
         needed = settle_minutes + MIN_SAMPLES * SAMPLE_S / 60
