@@ -26,8 +26,7 @@ unchecked = inspect.unwrap(op.sample)
 
 @functools.cache
 def compiled(implementation: str, num_top: int):
-    run = functools.partial(op.sample, num_top=num_top, implementation=implementation)
-    return quick_jit(run) if implementation == "reference" else jax.jit(run)
+    return quick_jit(functools.partial(op.sample, num_top=num_top, implementation=implementation))
 
 
 def run(implementation, logits, rows, counts=None, bias=None, num_top=3):
