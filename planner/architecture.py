@@ -121,7 +121,7 @@ class ModelArchitecture:
 
     def parameters(self) -> int:
         """Number of weights, embeddings included once when tied."""
-        attn = self.embed * (self.q_heads + 2 * self.kv_heads) * self.head_dim + self.q_heads * self.head_dim * self.embed
+        attn = 2 * self.embed * (self.q_heads + self.kv_heads) * self.head_dim
         layer = attn + 3 * self.embed * self.ffw + (4 if self.post_norms else 2) * self.embed
         layer += 2 * self.head_dim if self.qk_norm else 0
         layer += (self.q_heads + 2 * self.kv_heads) * self.head_dim if self.qkv_bias else 0
@@ -193,13 +193,14 @@ def from_hf_config(config: Mapping[str, Any]) -> ModelArchitecture:
     rope, local = _rope_parameters(config, family)
     scaling = read_rope_scaling(rope, _whole(config, "max_position_embeddings", 131072 if gemma else 2048))
     query_scalar = config.get("query_pre_attn_scalar") if gemma else None
-    activation = str(config.get("hidden_activation" if gemma else "hidden_act") or ("gelu_pytorch_tanh" if gemma else "silu"))
+    name, default = ("hidden_activation", "gelu_pytorch_tanh") if gemma else ("hidden_act", "silu")
+    activation = str(config.get(name) or default)
     if activation not in _ACTIVATIONS:
         raise UnsupportedArchitectureError(
             f"hidden activation {activation!r} is not supported; supported: {', '.join(_ACTIVATIONS)}"
         )
     if config.get("attention_bias") and family != "qwen2":
-        raise UnsupportedArchitectureError("attention_bias true is not supported for this family; only qwen2 has biases")
+        raise UnsupportedArchitectureError("attention_bias true is not supported here; only qwen2 has biases")
     if config.get("mlp_bias"):
         raise UnsupportedArchitectureError("mlp_bias true is not supported")
     return ModelArchitecture(
@@ -303,7 +304,7 @@ def _head_dim(config: Mapping[str, Any], embed: int, q_heads: int, default: int 
         return default
     if embed % q_heads:
         raise UnsupportedArchitectureError(
-            f"config.json: hidden_size {embed} is no multiple of num_attention_heads {q_heads} and head_dim is not given"
+            f"config.json: hidden_size {embed} is no multiple of num_attention_heads {q_heads}; there is no head_dim"
         )
     return embed // q_heads
 
@@ -314,7 +315,9 @@ def _windows(config: Mapping[str, Any], family: str, layers: int) -> tuple[int, 
     if kinds is not None:
         unknown = sorted(set(map(str, kinds)) - {"full_attention", "sliding_attention"})
         if unknown:
-            raise UnsupportedArchitectureError(f"layer_types {unknown} are not supported; only full and sliding attention")
+            raise UnsupportedArchitectureError(
+                f"layer_types {unknown} are not supported; full and sliding attention are"
+            )
         if len(kinds) != layers:
             raise UnsupportedArchitectureError(f"layer_types has {len(kinds)} entries for {layers} layers")
         return tuple(width if kind == "sliding_attention" else 0 for kind in kinds)

@@ -7,7 +7,7 @@ one write at the end of the step stores those of all layers in place.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -24,7 +24,7 @@ from pallas_kernels.sample.op import Sampled, SampleRows, sample
 from planner import batch
 from planner.architecture import Activation, ModelArchitecture
 from planner.batch import NUM_INTS, NUM_SUPPRESSED, NUM_TOP_LOGPROBS
-from planner.formats import WeightForm
+from planner.formats import Implementation, WeightForm
 from planner.rope import rotary_tables, rotate
 
 Weights = Mapping[str, Array]
@@ -42,7 +42,7 @@ class Numerics:
     """
 
     form: WeightForm
-    implementation: str
+    implementation: Implementation
 
     @property
     def residual_dtype(self) -> jnp.dtype:
@@ -86,7 +86,7 @@ class PrefillContext(NamedTuple):
 class LayerData(NamedTuple):
     """Per-layer facts as data, so that one scanned layer serves every kind."""
 
-    index: Int32[Array, ""]
+    layer: Int32[Array, ""]
     window: Int32[Array, ""]
     local_rope: Int32[Array, ""]
 
@@ -111,6 +111,10 @@ def rms_norm(x: Float[Array, "*rows d"], weight: Float[Array, " d"], eps: float)
     return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + eps) * weight).astype(x.dtype)
 
 
+def _newest(_: object, new: Array) -> Array:
+    return new
+
+
 class Layer(nn.Module):
     """One decoder layer. Parameters are declared by name and come from the weight tree, never from an initialiser."""
 
@@ -130,8 +134,8 @@ class Layer(nn.Module):
         """A product with a named weight; its input's Gram matrix is sown for whoever calibrates on it."""
         if self.is_mutable_collection("gram"):
             wide = x.astype(jnp.float32)
-            self.sow("gram", name, wide.T @ wide, reduce_fn=lambda _, new: new)
-        return linear(x, self._weight(name, data.index), implementation=self.numerics.implementation).astype(x.dtype)
+            self.sow("gram", name, wide.T @ wide, init_fn=tuple, reduce_fn=_newest)
+        return linear(x, self._weight(name, data.layer), implementation=self.numerics.implementation).astype(x.dtype)
 
     def __call__(
         self,
@@ -172,19 +176,16 @@ class Layer(nn.Module):
     def _attend(
         self, q: Array, k: Array, v: Array, data: LayerData, context: DecodeContext | PrefillContext
     ) -> Float[Array, "tokens q_heads head_dim"]:
-        options = {
-            "scale": self.architecture.query_scale,
-            "softcap": self.architecture.attn_softcap,
-            "implementation": self.numerics.implementation,
-        }
+        scale, softcap = self.architecture.query_scale, self.architecture.attn_softcap
         if isinstance(context, DecodeContext):
             return paged_decode(
-                q, k, v, context.pages, data.index, context.page_table, context.lengths, data.window, **options
-            )
+                q, k, v, context.pages, data.layer, context.page_table, context.lengths, data.window,
+                scale=scale, softcap=softcap, implementation=self.numerics.implementation,
+            )  # fmt: skip
         q, k, v = (part.astype(self.numerics.attention_dtype) for part in (q, k, v))
         return paged_prefill(
-            q, k, v, context.pages, data.index, context.page_table, context.starts, context.lengths, context.offsets,
-            data.window, **options,
+            q, k, v, context.pages, data.layer, context.page_table, context.starts, context.lengths, context.offsets,
+            data.window, scale=scale, softcap=softcap, implementation=self.numerics.implementation,
         )  # fmt: skip
 
     def _feed_forward(self, x: Float[Array, "tokens embed"], data: LayerData) -> Float[Array, "tokens embed"]:
@@ -220,7 +221,7 @@ class Decoder(nn.Module):
             variable_axes={"params": 0},
             variable_broadcast="stacks",
             split_rngs={"params": False},
-            in_axes=(0, nn.broadcast, nn.broadcast),
+            in_axes=(0, nn.broadcast, nn.broadcast),  # pyright: ignore[reportArgumentType] - annotated too narrowly
             length=arch.layers,
         )(arch, self.numerics, name="layers")
         return layers(x.astype(self.numerics.residual_dtype), layer_data(arch), rope, context)
@@ -276,7 +277,7 @@ def decode_step(
     slots = ints.shape[0]
     page_table, lengths = ints[:, NUM_INTS:], ints[:, batch.Int.START]
     context = DecodeContext(state.pages, page_table, jnp.where(ints[:, batch.Int.LENGTH] > 0, lengths, 0))
-    hidden, new = Decoder(architecture, numerics).apply(parameters(weights), state.last_ids[:slots], lengths, context)
+    hidden, new = _run(architecture, numerics, weights, state.last_ids[:slots], lengths, context)
     in_use = ints[:, batch.Int.LENGTH] > 0
     pages = _write(state.pages, new, page_table, jnp.arange(slots), lengths, in_use, numerics)
     logits = logits_of(architecture, numerics, weights, hidden)
@@ -293,12 +294,13 @@ def prefill_step(
     floats: Float[Array, "rows float_columns"],
 ) -> tuple[DeviceState, Sampled]:
     """Process prompt chunks; rows whose chunk ends their prompt sample their first id into their slot."""
-    page_table, starts, lengths, offsets = (ints[:, NUM_INTS:], ints[:, batch.Int.START], ints[:, batch.Int.LENGTH], ints[:, batch.Int.OFFSET])
+    page_table, starts = ints[:, NUM_INTS:], ints[:, batch.Int.START]
+    lengths, offsets = ints[:, batch.Int.LENGTH], ints[:, batch.Int.OFFSET]
     row = row_of_token(lengths, offsets, tokens.shape[0])
     safe_row = jnp.minimum(row, ints.shape[0] - 1)
     positions = starts[safe_row] + jnp.arange(tokens.shape[0]) - offsets[safe_row]
     context = PrefillContext(state.pages, page_table, starts, lengths, offsets)
-    hidden, new = Decoder(architecture, numerics).apply(parameters(weights), tokens, positions, context)
+    hidden, new = _run(architecture, numerics, weights, tokens, positions, context)
     pages = _write(state.pages, new, page_table, safe_row, positions, row < ints.shape[0], numerics)
     last = jnp.maximum(offsets + lengths - 1, 0)
     logits = logits_of(architecture, numerics, weights, hidden[last])
@@ -310,6 +312,18 @@ def set_slot(
 ) -> DeviceState:
     """Give a slot the penalty counts and the bias of the sequence that enters it."""
     return state._replace(counts=state.counts.at[slot].set(counts), bias=state.bias.at[slot].set(bias))
+
+
+def _run(
+    architecture: ModelArchitecture,
+    numerics: Numerics,
+    weights: Weights,
+    ids: Int32[Array, " tokens"],
+    positions: Int32[Array, " tokens"],
+    context: DecodeContext | PrefillContext,
+) -> tuple[Float[Array, "tokens embed"], NewKeyValues]:
+    module: Any = Decoder(architecture, numerics)
+    return module.apply(parameters(weights), ids, positions, context)
 
 
 def _write(

@@ -1,9 +1,13 @@
-"""Number formats that a plan chooses between: how keys and values, and how weights, are held.
+"""What a plan chooses between: formats of keys and values, forms of weights, code paths of ops.
 
-Owns the two enumerations that appear in every program key. Reads nothing; never imports jax.
+Owns the two enumerations that appear in every program key and the names of the code paths. Never imports jax.
 """
 
 from enum import StrEnum
+from typing import Literal
+
+Implementation = Literal["reference", "xla", "native"]
+"""Code path of the ops; a plan takes one of the last two."""
 
 
 class KvFormat(StrEnum):

@@ -13,7 +13,7 @@ from typing import Any
 from pallas_kernels.platform import NATIVE_FEATURES
 from planner.architecture import ModelArchitecture
 from planner.buckets import Bucket, Lattice, Phase
-from planner.formats import KvFormat, WeightForm
+from planner.formats import Implementation, KvFormat, WeightForm
 
 PAGE_SIZES = (16, 32, 64, 128, 256, 512)
 IMPLEMENTATIONS = ("xla", "native")
@@ -44,7 +44,7 @@ class Plan:
     slots: int
     lattice: Lattice
     prefill_budget: int
-    implementation: str = "xla"
+    implementation: Implementation = "xla"
     devices: int = 1
 
     @property
@@ -76,8 +76,9 @@ class Plan:
         try:
             fields = dict(document)
             fields["architecture"] = ModelArchitecture.from_json(fields["architecture"])
-            lattice = {name: tuple(v) if isinstance(v, list) else v for name, v in fields["lattice"].items()}
-            fields["lattice"] = Lattice(**lattice)
+            given: dict[str, Any] = fields["lattice"]
+            sizes: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
+            fields["lattice"] = Lattice(**sizes)
             fields["weight_form"] = WeightForm(fields["weight_form"])
             fields["kv_format"] = KvFormat(fields["kv_format"])
             return cls(**fields)
@@ -167,13 +168,13 @@ def make_plan(
             widths=(width,),
         ),
         prefill_budget=prefill_chunk,
-        implementation=implementation,
+        implementation="native" if implementation == "native" else "xla",
     )
 
 
 def default_implementation(
     architecture: ModelArchitecture, target: str, kv_format: KvFormat, cpu_features: Collection[str]
-) -> str:
+) -> Implementation:
     """The fastest code path for a target: ``native`` on a CPU that has what it needs, else ``xla``.
 
     Args:

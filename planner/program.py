@@ -59,11 +59,13 @@ def state_shapes(plan: Plan) -> DeviceState:
     arch = plan.architecture
     shape = jax.ShapeDtypeStruct
     pages = (arch.layers, plan.num_pages, arch.kv_heads, 2, plan.page_size, arch.head_dim)
-    return DeviceState(
-        pages=shape(pages, KV_DTYPES[plan.kv_format]),
-        last_ids=shape((plan.slots,), jnp.int32),
-        counts=shape((plan.slots, arch.vocab), jnp.int32),
-        bias=shape((plan.slots, arch.vocab), jnp.float32),
+    return DeviceState._make(
+        (
+            shape(pages, KV_DTYPES[plan.kv_format]),
+            shape((plan.slots,), jnp.int32),
+            shape((plan.slots, arch.vocab), jnp.int32),
+            shape((plan.slots, arch.vocab), jnp.float32),
+        )
     )
 
 
@@ -111,6 +113,8 @@ def compile_program(plan: Plan, bucket: Bucket) -> Program:
     function, arguments, state_index = _function(plan, bucket)
     executable = jax.jit(function, donate_argnums=state_index).lower(*arguments).compile()
     analysis = executable.memory_analysis()
+    if analysis is None:
+        raise RuntimeError(f"XLA tells no memory figures of {bucket.name}; plans cannot be checked on this backend")
     cost = ProgramCost(
         argument_bytes=analysis.argument_size_in_bytes,
         output_bytes=analysis.output_size_in_bytes,
@@ -132,7 +136,7 @@ def deserialise(plan: Plan, bucket: Bucket, cost: ProgramCost, payload: bytes) -
     _, arguments, state_index = _function(plan, bucket)
     in_tree = jax.tree.structure((arguments, {}))
     state = state_shapes(plan)
-    result = state if state_index == 0 else (state, Sampled(0, 0, 0, 0))
+    result = state if state_index == 0 else (state, Sampled._make(range(4)))
     executable = serialize_executable.deserialize_and_load(payload, in_tree, jax.tree.structure(result))
     return Program(bucket, executable, cost)
 

@@ -18,6 +18,7 @@ GPTQ, arXiv 2210.17323.
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -145,7 +146,7 @@ def _layer_runner(
     architecture: ModelArchitecture, length: int
 ) -> Callable[..., tuple[jax.Array, dict[str, jax.Array]]]:
     """One jitted layer over one window of fresh text: (weights, hidden, index) -> (hidden, Gram matrices)."""
-    module = Layer(architecture, Numerics(WeightForm.FLOAT32, "xla"))
+    module: Any = Layer(architecture, Numerics(WeightForm.FLOAT32, "xla"))
     positions = jnp.arange(length)
     tables = [rotary_tables(architecture, positions, local=False)]
     if any(architecture.local_rope):

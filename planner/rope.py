@@ -1,6 +1,6 @@
 """Rotary position embedding: inverse frequencies of every scaling kind, and their application.
 
-Owns the formulas; reads a ModelArchitecture. The frequencies are computed in float64 on the host and become constants of
+Owns the formulas; reads a ModelArchitecture. Frequencies are computed in float64 on the host and become constants of
 a program, so that no step pays for them.
 
 Source: RoFormer, arXiv 2104.09864; linear interpolation, arXiv 2306.15595; YaRN, arXiv 2309.00071; the Llama 3.1 model

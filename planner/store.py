@@ -1,6 +1,6 @@
 """Program store: the directory of compiled programs that a build host writes and a node loads.
 
-Owns its format: ``manifest.json``, ``manifest.sig`` (Ed25519 over the manifest's bytes), one ``<key>.zst`` a program and
+Owns its format: ``manifest.json``, ``manifest.sig`` (Ed25519 over the manifest), one ``<key>.zst`` a program and
 ``native.so`` where programs call native kernels; their SHA-256 stand in the manifest. Nothing is unpickled before
 signature and hash are verified, and nothing is loaded that was built from another plan, by other versions, for other
 instruction sets or from other kernel sources.

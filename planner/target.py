@@ -43,4 +43,5 @@ def find_target(name: str) -> Target:
     if name not in target_names():
         raise UnknownTargetError(f"target {name!r} is unknown; targets: {', '.join(target_names())}")
     data = json.loads(resources.files("planner.targets").joinpath(f"{name}.json").read_text())
-    return Target(name=name, **{**data, "features": tuple(data.get("features", ()))})
+    features: tuple[str, ...] = tuple(data.pop("features", ()))
+    return Target(name=name, features=features, **data)

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,7 +86,7 @@ def free_port() -> int:
 
 
 @contextmanager
-def scratch_folder() -> Iterator[Path]:
+def scratch_folder() -> Generator[Path]:
     """A folder with a short path (sockets lie in it) that goes with the block."""
     folder = Path(tempfile.mkdtemp(prefix="zccp-bench-"))
     try:
@@ -115,7 +115,7 @@ def serving(
     config: ApplianceConfig,
     overrides: Mapping[str, Mapping[str, object]] | None = None,
     clock: Callable[[], float] = time.monotonic,
-) -> Iterator[Served]:
+) -> Generator[Served]:
     """Start the appliance, wait until it is ready, give it, and end it.
 
     Args:

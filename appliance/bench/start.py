@@ -56,7 +56,7 @@ def run(context: BenchContext, *, repeats: int, clients: int = 8) -> Findings:
 def mixed_bodies(model: str) -> list[tuple[str, dict[str, object]]]:
     """Path and body of one request of every kind that may take another program or another way through it."""
     chat = [{"role": "user", "content": "Name three colours."}]
-    text = {"model": model, "max_tokens": 12, "prompt": "Once upon a time"}
+    text: dict[str, object] = {"model": model, "max_tokens": 12, "prompt": "Once upon a time"}
     return [
         ("/v1/completions", text),
         ("/v1/completions", {**text, "prompt": _WORDS * 120, "max_tokens": 40}),

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # noqa: F401 - gives numpy the bfloat16 type in which such tensors arrive
+import ml_dtypes  # noqa: F401  # pyright: ignore[reportUnusedImport] - gives numpy its bfloat16 type
 import numpy as np
 from safetensors import SafetensorError, safe_open
 

@@ -66,7 +66,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.globals |= {
             "namespace": _PlainNamespace,
             "raise_exception": _raise_exception,
-            "strftime_now": lambda layout: now().strftime(layout),
+            "strftime_now": lambda layout: now().strftime(str(layout)),
         }
 
     @staticmethod

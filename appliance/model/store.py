@@ -9,7 +9,7 @@ import errno
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -145,7 +145,7 @@ def _save(tree: Mapping[str, np.ndarray], destination: Path, progress: Progress)
 
 
 @contextmanager
-def _quiet_orbax() -> Iterator[None]:
+def _quiet_orbax() -> Generator[None]:
     """Orbax logs, with traces, what it also raises; one error is enough."""
     logger = logging.getLogger("absl")
     level = logger.level

@@ -66,7 +66,7 @@ def paged_prefill(
     require(q_heads % kv_heads == 0, f"q_heads {q_heads} is no multiple of kv_heads {kv_heads}")
     require(
         starts.shape == lengths.shape == offsets.shape == (rows,),
-        f"starts {starts.shape}, lengths {lengths.shape} and offsets {offsets.shape} need one entry for each of {rows} rows",
+        f"starts {starts.shape}, lengths {lengths.shape} and offsets {offsets.shape} need one entry a row, {rows}",
     )
     run = {"reference": reference.paged_prefill, "xla": xla.paged_prefill, "native": native.paged_prefill}[
         implementation
