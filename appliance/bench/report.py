@@ -151,7 +151,9 @@ def write_table(report: Report, out: TextIO) -> None:
 
     console = Console(file=out)
     host = report.host
-    console.print(f"{report.bench}: {', '.join(f'{name} {_cell(host[name])}' for name in host)}", highlight=False)
+    console.print(
+        f"{report.bench}: {', '.join(f'{name} {_cell(host[name])}' for name in host)}", highlight=False, soft_wrap=True
+    )
     table = Table("figure", "value", "unit", "spread", "repeats", "target", "met")
     for result in report.results:
         ends = "" if result.repeats < 2 else " .. ".join(f"{end:.4g}" for end in result.spread)
@@ -160,8 +162,10 @@ def write_table(report: Report, out: TextIO) -> None:
         table.add_row(result.name, f"{result.value:.5g}", result.unit, ends, str(result.repeats), target, met)
     console.print(table)
     for note in report.notes:
-        console.print(f"- {note}", highlight=False, markup=False)
-    console.print(", ".join(f"{name} {version}" for name, version in report.versions.items()), highlight=False)
+        console.print(f"- {note}", highlight=False, markup=False, soft_wrap=True)
+    console.print(
+        ", ".join(f"{name} {version}" for name, version in report.versions.items()), highlight=False, soft_wrap=True
+    )
 
 
 def plot(report: Report, file: Path) -> None:
