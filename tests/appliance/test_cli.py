@@ -15,6 +15,10 @@ from appliance import cli
 from appliance.chat import Answer, ChatError, ChatSettings, Conversation, say, talk
 from appliance.config import build
 from appliance.doctor import examine
+from appliance.planning import store_directory
+from planner.architecture import ModelArchitecture
+from planner.formats import KvFormat, WeightForm
+from planner.plan import make_plan
 
 VERBS = [
     ["serve"], ["build"], ["plan"], ["convert"], ["doctor"], ["models", "list"], ["models", "pull"], ["keys", "add"],
@@ -140,6 +144,30 @@ def test_doctor_goes_on_when_a_check_breaks(tmp_path: Path) -> None:
 def test_models_list_names_what_can_be_fetched(run: Callable[..., Result]) -> None:
     rows = json.loads(run("models", "list", "--json").stdout)["models"]
     assert {"name": "smollm2-135m", "stored": False, "reference": "smollm2-135m", "licence": "Apache-2.0"} in rows
+
+
+def test_models_without_a_command_lists_and_takes_no_options_of_one(run: Callable[..., Result]) -> None:
+    assert run("models", "--json").stdout == run("models", "list", "--json").stdout
+    misplaced = run("models", "--json", "list")
+    assert misplaced.exit_code == 2
+    assert "zccp models list ..." in misplaced.stderr
+
+
+def test_each_form_and_code_path_has_a_program_store_of_its_own(tmp_path: Path) -> None:
+    def place(weight_form: WeightForm, implementation: str) -> Path:
+        architecture = ModelArchitecture(
+            family="llama", layers=2, embed=32, ffw=48, q_heads=4, kv_heads=2, head_dim=16, vocab=80, context=64,
+            norm_eps=1e-6, rope_theta=10_000.0, query_scale=0.25, tied_embeddings=True,
+        )  # fmt: skip
+        plan = make_plan(
+            architecture, target="cpu_native", weight_form=weight_form, kv_format=KvFormat.FLOAT32, context=0, slots=2,
+            prefill_chunk=32, prefill_slots=1, page_size=16, kv_bytes=0, implementation=implementation,
+        )  # fmt: skip
+        return store_directory(tmp_path, Path("models/tiny"), plan)
+
+    places = {place(form, code) for form in (WeightForm.INT8, WeightForm.FLOAT32) for code in ("xla", "native")}
+    assert len(places) == 4
+    assert {path.parent for path in places} == {tmp_path / "programs" / "tiny"}
 
 
 def server(answers: list[str], seen: list[dict], *, status: int = 200, cut: bool = False) -> httpx.MockTransport:
