@@ -54,7 +54,9 @@ def paged_decode(
     _, _, kv_heads, two, _, page_dim = pages.shape
     require(k.shape == v.shape == (slots, kv_heads, head_dim), f"k {k.shape} and v {v.shape} must be one row a slot")
     require(q.dtype == k.dtype == v.dtype, f"q {q.dtype}, k {k.dtype} and v {v.dtype} must be of one dtype")
-    require(two == 2 and page_dim == head_dim, f"pages {pages.shape} do not hold keys and values of head_dim {head_dim}")
+    require(
+        two == 2 and page_dim == head_dim, f"pages {pages.shape} do not hold keys and values of head_dim {head_dim}"
+    )
     require(q_heads % kv_heads == 0, f"q_heads {q_heads} is no multiple of kv_heads {kv_heads}")
     require(
         page_table.shape[0] == slots and lengths.shape == (slots,),
