@@ -37,8 +37,9 @@ _OUTSIDE_LAYERS = ("embed", "final_norm", "head", "head.codes", "head.scale")
 class Numerics:
     """How the arithmetic of a program is done.
 
-    ``implementation`` names the code path of every op. Attention products of a prefill are in bf16 unless the weights
-    are float32; everything between products is float32, or bf16 for bf16 weights.
+    ``implementation`` names the code path of every op. Products of a prefill are in bf16 unless the weights are
+    float32; int8 weights take activations in two int8 planes in decode and in the head. Everything between products is
+    float32, or bf16 for bf16 weights.
     """
 
     form: WeightForm
@@ -130,12 +131,16 @@ class Layer(nn.Module):
     def _array(self, name: str) -> Array:
         return self.get_variable("params", name)
 
-    def _linear(self, name: str, x: Float[Array, "tokens k"], data: LayerData) -> Float[Array, "tokens n"]:
+    def _linear(
+        self, name: str, x: Float[Array, "tokens k"], data: LayerData, context: DecodeContext | PrefillContext
+    ) -> Float[Array, "tokens n"]:
         """A product with a named weight; its input's Gram matrix is sown for whoever calibrates on it."""
         if self.is_mutable_collection("gram"):
             wide = x.astype(jnp.float32)
             self.sow("gram", name, wide.T @ wide, init_fn=tuple, reduce_fn=_newest)
-        return linear(x, self._weight(name, data.layer), implementation=self.numerics.implementation).astype(x.dtype)
+        products = "planes" if isinstance(context, DecodeContext) else "bf16"
+        weight = self._weight(name, data.layer)
+        return linear(x, weight, products=products, implementation=self.numerics.implementation).astype(x.dtype)
 
     def __call__(
         self,
@@ -150,7 +155,7 @@ class Layer(nn.Module):
         if arch.post_norms:
             attended = rms_norm(attended, self._array("post_attn_norm"), arch.norm_eps)
         x += attended
-        hidden = self._feed_forward(rms_norm(x, self._array("ffw_norm"), arch.norm_eps), data)
+        hidden = self._feed_forward(rms_norm(x, self._array("ffw_norm"), arch.norm_eps), data, context)
         if arch.post_norms:
             hidden = rms_norm(hidden, self._array("post_ffw_norm"), arch.norm_eps)
         return x + hidden, new
@@ -159,7 +164,7 @@ class Layer(nn.Module):
         self, x: Array, data: LayerData, rope: Rope, context: DecodeContext | PrefillContext
     ) -> tuple[Float[Array, "tokens embed"], NewKeyValues]:
         arch = self.architecture
-        mixed = self._linear("qkv", x, data)
+        mixed = self._linear("qkv", x, data, context)
         if arch.qkv_bias:
             mixed += self._array("qkv_bias").astype(mixed.dtype)
         mixed = mixed.reshape(x.shape[0], arch.kv_heads, arch.group + 2, arch.head_dim)
@@ -171,7 +176,7 @@ class Layer(nn.Module):
         cos, sin = rope.cos[data.local_rope], rope.sin[data.local_rope]
         q, k = rotate(q, cos, sin).astype(x.dtype), rotate(k, cos, sin).astype(x.dtype)
         attended = self._attend(q, k, v, data, context).astype(x.dtype)
-        return self._linear("o", attended.reshape(x.shape[0], -1), data), NewKeyValues(k, v)
+        return self._linear("o", attended.reshape(x.shape[0], -1), data, context), NewKeyValues(k, v)
 
     def _attend(
         self, q: Array, k: Array, v: Array, data: LayerData, context: DecodeContext | PrefillContext
@@ -188,11 +193,13 @@ class Layer(nn.Module):
             data.window, scale=scale, softcap=softcap, implementation=self.numerics.implementation,
         )  # fmt: skip
 
-    def _feed_forward(self, x: Float[Array, "tokens embed"], data: LayerData) -> Float[Array, "tokens embed"]:
-        gate, up = jnp.split(self._linear("gate_up", x, data), 2, axis=-1)
+    def _feed_forward(
+        self, x: Float[Array, "tokens embed"], data: LayerData, context: DecodeContext | PrefillContext
+    ) -> Float[Array, "tokens embed"]:
+        gate, up = jnp.split(self._linear("gate_up", x, data, context), 2, axis=-1)
         silu = self.architecture.activation is Activation.SILU
         gate = nn.silu(gate) if silu else nn.gelu(gate, approximate=True)
-        return self._linear("down", gate * up, data)
+        return self._linear("down", gate * up, data, context)
 
 
 class Decoder(nn.Module):

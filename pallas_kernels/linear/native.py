@@ -1,4 +1,4 @@
-"""linear with int8 codes by AVX512-VNNI code (``native.cc``) for few rows; everything else as in ``xla``."""
+"""linear with int8 codes in planes by AVX512-VNNI code (``native.cc``); everything else as in ``xla``."""
 
 import jax
 import jax.numpy as jnp
@@ -7,10 +7,12 @@ from jaxtyping import Array, Float
 from pallas_kernels.linear import xla
 
 
-def linear(x: Float[Array, "rows k"], weight: tuple[Array, Array, Array] | Array) -> Float[Array, "rows n"]:
+def linear(
+    x: Float[Array, "rows k"], weight: tuple[Array, Array, Array] | Array, *, products: str
+) -> Float[Array, "rows n"]:
     """See ``op.linear``."""
-    if not isinstance(weight, tuple) or x.shape[0] >= xla.BF16_FROM_ROWS:
-        return xla.linear(x, weight)
+    if not isinstance(weight, tuple) or products == "bf16":
+        return xla.linear(x, weight, products=products)
     codes, scale, layer = weight
     result = jax.ShapeDtypeStruct((x.shape[0], codes.shape[2]), jnp.float32)
     return jax.ffi.ffi_call("zccp_linear_int8", result)(x.astype(jnp.float32), codes, scale, layer)

@@ -9,6 +9,7 @@ from pallas_kernels.errors import require
 from pallas_kernels.linear import native, reference, xla
 
 Implementation = Literal["reference", "xla", "native"]
+Products = Literal["planes", "bf16"]
 
 
 class Int8Weight(NamedTuple):
@@ -25,17 +26,22 @@ class Int8Weight(NamedTuple):
 Weight = Float[Array, "k n"] | Int8Weight
 
 
-def linear(x: Float[Array, "rows k"], weight: Weight, *, implementation: Implementation) -> Float[Array, "rows n"]:
+def linear(
+    x: Float[Array, "rows k"], weight: Weight, *, products: Products = "planes", implementation: Implementation
+) -> Float[Array, "rows n"]:
     """``x @ weight`` with float32 sums.
 
     Args:
         x: activations.
         weight: a float32 or bf16 matrix, or int8 codes with one scale an output channel.
+        products: how activations meet int8 codes. ``planes``: a row is rounded to two int8 planes (relative step
+            ``1 / 32258`` of its largest element), the faster form while reading the codes is the bound. ``bf16``: an
+            element is rounded to bf16, in which codes are exact, the faster form for many rows. A row's result depends
+            on this choice and not on how many rows there are.
         implementation: which code runs; there is no fall-back.
 
     Returns:
-        float32. With int8 codes the activations are rounded: a row to two int8 planes (relative step ``1 / 32258`` of
-        its largest element), or, where many rows make bf16 products the faster ones, an element to bf16.
+        float32.
 
     Raises:
         ContractError: shapes or dtypes disagree.
@@ -49,4 +55,4 @@ def linear(x: Float[Array, "rows k"], weight: Weight, *, implementation: Impleme
     require(x.ndim == 2 and x.shape[1] == k, f"x {x.shape} must be [rows, {k}]")
     run = {"reference": reference.linear, "xla": xla.linear, "native": native.linear}[implementation]
     with jax.named_scope("linear"):
-        return run(x, weight)
+        return run(x, weight, products=products)

@@ -5,8 +5,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 
-def linear(x: Float[Array, "rows k"], weight: tuple[Array, Array, Array] | Array) -> Float[Array, "rows n"]:
-    """See ``op.linear``; exact activations."""
+def linear(
+    x: Float[Array, "rows k"], weight: tuple[Array, Array, Array] | Array, *, products: str
+) -> Float[Array, "rows n"]:
+    """See ``op.linear``; exact activations, whatever the products."""
+    del products
     if isinstance(weight, tuple):
         codes, scale, layer = weight
         full = codes[layer].astype(jnp.float32) * scale[layer]

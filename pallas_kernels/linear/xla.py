@@ -1,8 +1,7 @@
 """linear through XLA: float32 and bf16 products as they are, int8 codes by two int8 planes or by bf16 products.
 
-Which of the two an int8 product takes depends on its static row count alone. Two planes double the rows of an int8
-product, which costs nothing while reading the weights is the bound; with many rows the product itself is, and bf16
-(codes up to 127 are exact in it) is then the faster form on CPUs with AVX512-BF16 or AMX.
+Two planes double the rows of an int8 product, which costs nothing while reading the weights is the bound; with many
+rows the product itself is, and bf16 is then the faster form on CPUs with AVX512-BF16 or AMX.
 """
 
 import jax
@@ -12,17 +11,16 @@ from jaxtyping import Array, Float, Int8
 PLANE = 254
 """The second plane holds what rounding the first left, in steps of 1 / 254 of a first-plane step."""
 
-BF16_FROM_ROWS = 48
-"""Static row count from which an int8 weight is multiplied in bf16."""
 
-
-def linear(x: Float[Array, "rows k"], weight: tuple[Array, Array, Array] | Array) -> Float[Array, "rows n"]:
+def linear(
+    x: Float[Array, "rows k"], weight: tuple[Array, Array, Array] | Array, *, products: str
+) -> Float[Array, "rows n"]:
     """See ``op.linear``."""
     if not isinstance(weight, tuple):
         return jnp.dot(x.astype(weight.dtype), weight, preferred_element_type=jnp.float32)
     stack, scales, layer = weight
     codes, scale = stack[layer], scales[layer]
-    if x.shape[0] >= BF16_FROM_ROWS:
+    if products == "bf16":
         return jnp.dot(x.astype(jnp.bfloat16), codes.astype(jnp.bfloat16), preferred_element_type=jnp.float32) * scale
     return two_planes(x, codes) * scale
 

@@ -21,6 +21,24 @@ struct Partial {  // of one (slot, kv head, stretch): group peaks, totals and we
   float* weighted;
 };
 
+struct Float32Ops {
+  using Number = float;
+  using Sum = v16;
+  using Vector = v16;
+  static constexpr int64_t kNumbers = 16;
+
+  [[gnu::always_inline]] static Sum multiply_add(Sum sum, Vector columns, Vector row) { return sum + columns * row; }
+};
+
+// weighted = weighted * factor + the sum of n rows of values times their weights, for 16 * kVectors channels.
+template <int kVectors>
+void add_values(const float* values, int64_t stride, const float* weights, int64_t n, float factor, float* weighted) {
+  TileRow<Float32Ops, kVectors> sums;
+  sums.each(0, 0, [&](int, int v, v16& sum) { sum = load(weighted + 16 * v) * factor; });
+  for (int64_t i = 0; i < n; ++i) sums.multiply_add(values + i * stride, splat(weights[i]));
+  sums.each(0, 0, [&](int, int v, v16 sum) { store(weighted + 16 * v, sum); });
+}
+
 // Adds n <= kTile positions whose keys and values lie back to back.
 void tile(const Sizes& z, const float* q, const float* keys, const float* values, int64_t n, float scale, float softcap,
           Partial out) {
@@ -47,11 +65,16 @@ void tile(const Sizes& z, const float* q, const float* keys, const float* values
     for (int64_t i = 0; i < n; i += 16) total += load(scores + i);
     out.peak[g] = peak;
     out.total[g] = out.total[g] * factor + sum(total);
-    float* weighted = out.weighted + g * d;
-    for (int64_t j = 0; j < d; j += 16) {
-      v16 acc = load(weighted + j) * factor;
-      for (int64_t i = 0; i < n; ++i) acc += load(values + i * d + j) * scores[i];
-      store(weighted + j, acc);
+    for (int64_t j = 0; j < d;) {  // four sums at a time hide each other's latency
+      float* weighted = out.weighted + g * d + j;
+      const int64_t vectors = std::min<int64_t>(4, (d - j) / 16);
+      switch (vectors) {
+        case 4: add_values<4>(values + j, d, scores, n, factor, weighted); break;
+        case 3: add_values<3>(values + j, d, scores, n, factor, weighted); break;
+        case 2: add_values<2>(values + j, d, scores, n, factor, weighted); break;
+        default: add_values<1>(values + j, d, scores, n, factor, weighted); break;
+      }
+      j += vectors * 16;
     }
   }
 }

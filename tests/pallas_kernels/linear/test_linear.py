@@ -12,7 +12,6 @@ from pallas_kernels.errors import ContractError
 from pallas_kernels.linear import op
 from pallas_kernels.linear.cases import CASES, LinearCase
 from pallas_kernels.linear.op import Int8Weight
-from pallas_kernels.linear.xla import BF16_FROM_ROWS
 
 SMALL = [case for case in CASES if case.small]
 LAYERS, LAYER = 2, 1
@@ -22,12 +21,12 @@ unchecked = inspect.unwrap(op.linear)
 
 
 @functools.cache
-def compiled(implementation: str):
-    return jax.jit(functools.partial(op.linear, implementation=implementation))
+def compiled(implementation: str, products: str):
+    return jax.jit(functools.partial(op.linear, products=products, implementation=implementation))
 
 
-def run(implementation, x, weight):
-    out = compiled(implementation)(jnp.asarray(x), jax.tree.map(jnp.asarray, weight))
+def run(implementation, x, weight, products="planes"):
+    out = compiled(implementation, products)(jnp.asarray(x), jax.tree.map(jnp.asarray, weight))
     assert out.dtype == jnp.float32
     return np.asarray(out, np.float64)
 
@@ -57,18 +56,19 @@ def test_reference_is_the_float64_product(case):
     assert (error <= rounding(x, full(weight))).all()
 
 
+@pytest.mark.parametrize("products", ["planes", "bf16"])
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
-def test_int8_error_stays_within_its_bound(fast_implementations, case):
+def test_int8_error_stays_within_its_bound(fast_implementations, case, products):
     x, weight = of_case(case)
     matrix = full(weight)
     wanted = run("reference", x, weight)
-    if case.rows < BF16_FROM_ROWS:  # half a step of the second plane, an input
+    if products == "planes":  # half a step of the second plane, an input
         steps = np.abs(x).max(1, keepdims=True) / 127 / 254
         bound = 0.5 * steps * np.abs(matrix).sum(0)
     else:  # bf16 keeps 8 bits of each activation, so it errs by 2^-9 of it
         bound = 2.0**-8 * 0.5 * (np.abs(x).astype(np.float64) @ np.abs(matrix))
     for implementation in fast_implementations:
-        error = np.abs(run(implementation, x, weight) - wanted)
+        error = np.abs(run(implementation, x, weight, products) - wanted)
         assert (error <= 1.01 * bound + 2 * rounding(x, matrix)).all(), implementation
 
 
