@@ -96,6 +96,56 @@ struct Tile<Ops, 0, kVectors> {
   [[gnu::always_inline]] void each(const Body&, int = 0) {}
 };
 
+// How numbers are held and multiplied: kPair neighbours along the summed dimension make one Number.
+struct Float32Ops {
+  using Number = float;
+  using Sum = v16;
+  using Vector = v16;
+  static constexpr int64_t kPair = 1, kNumbers = 16;
+
+  [[gnu::always_inline]] static Sum multiply_add(Sum sum, Vector columns, Vector row) { return sum + columns * row; }
+  static Vector broadcast(Number x) { return splat(x); }
+
+  static void pack_row(const float* from, int64_t n, float factor, Number* to) {
+    for (int64_t i = 0; i < n; i += 16) store(to + i, load(from + i) * factor);
+  }
+
+  static void pack_rows(const float* const* rows, int64_t n, Number* to) { std::memcpy(to, rows[0], n * sizeof(float)); }
+};
+
+#ifdef __AVX512BF16__
+struct Bf16Ops {
+  using Number = uint32_t;
+  using Sum = v16;
+  using Vector = __m512i;
+  static constexpr int64_t kPair = 2, kNumbers = 16;
+
+  [[gnu::always_inline]] static Sum multiply_add(Sum sum, Vector columns, Vector row) {
+    return (v16)_mm512_dpbf16_ps((__m512)sum, (__m512bh)columns, (__m512bh)row);
+  }
+  static Vector broadcast(Number x) { return _mm512_set1_epi32(static_cast<int32_t>(x)); }
+
+  // n floats to n / 2 pairs of neighbours.
+  static void pack_row(const float* from, int64_t n, float factor, Number* to) {
+    for (int64_t i = 0; i < n; i += 16) {
+      const __m256bh half = _mm512_cvtneps_pbh((__m512)(load(from + i) * factor));
+      std::memcpy(to + i / 2, &half, sizeof half);
+    }
+  }
+
+  // Two rows of n floats to n pairs, the first row low.
+  static void pack_rows(const float* const* rows, int64_t n, Number* to) {
+    for (int64_t i = 0; i < n; i += 16) {
+      const __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)load(rows[0] + i)));
+      const __m512i high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)load(rows[1] + i)));
+      _mm512_storeu_si512(to + i, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+    }
+  }
+};
+#else
+using Bf16Ops = Float32Ops;  // exact instead of fast
+#endif
+
 // Runs body(i) for i in [0, items) on the calling thread and on whatever pool threads come to help. The caller takes items
 // until none is left and then waits only for those that others have begun, so that it never waits for a busy pool.
 template <typename Body>

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import jax
 
-CALLS = ("zccp_linear_int8", "zccp_paged_decode", "zccp_paged_prefill")
+CALLS = ("zccp_linear_int8", "zccp_linear_bf16", "zccp_paged_decode", "zccp_paged_prefill")
 """XLA call targets that the library defines."""
 
 _SOURCES = Path(__file__).parent

@@ -1,7 +1,7 @@
-// linear, int8: y[r, n] = (x @ codes)[r, n] * scale[n] with x as two int8 planes, for few rows.
+// linear, int8: y[r, n] = (x @ codes)[r, n] * scale[n], with x as two int8 planes (few rows) or in bf16 (many rows).
 //
-// Bound by reading the codes once: k * n bytes a call. Sixty-four columns are taken at a time; four rows of k of them are
-// interleaved so that one dpbusd multiplies four k of sixteen columns, with the activations as its signed operand,
+// Planes: bound by reading the codes once, k * n bytes a call. Sixty-four columns are taken at a time; four rows of k of
+// them are interleaved so that one dpbusd multiplies four k of sixteen columns, with the activations as its signed operand,
 // broadcast from memory. The codes must be the unsigned operand: 128 is added to them and 128 * sum(x) taken off the sums.
 
 #include "pallas_kernels/native.h"
@@ -11,7 +11,7 @@ namespace {
 
 constexpr int64_t kColumns = 64;  // columns of a block: four vectors of sixteen sums
 constexpr int64_t kBlocks = 8;   // most blocks that are read together
-constexpr int64_t kRows = 6;      // most rows of planes at a time: 24 of the 32 vector registers hold sums
+constexpr int kRows = 6;          // most rows of planes at a time: 24 of the 32 vector registers hold sums
 constexpr int64_t kAhead = 8;     // rows of k that are fetched ahead
 constexpr float kPlane = 254.0f;
 
@@ -152,7 +152,7 @@ void some_columns(const Planes& p, const int8_t* codes, int64_t n, int64_t width
   pack(p, codes, n, width, packed.data());
   for (int64_t c = 0; c < width; c += kColumns) {
     for (int64_t r = 0; r < 2 * p.rows; r += kRows) {
-      const int64_t count = std::min(kRows, 2 * p.rows - r);
+      const int64_t count = std::min<int64_t>(kRows, 2 * p.rows - r);
       kMultiply[count](p, r, packed.data() + c * p.padded_k, sums.data() + r * kColumns);
     }
     finish(p, sums.data(), scale + c, std::min(kColumns, width - c), y + c, n);
@@ -176,8 +176,98 @@ ffi::Error LinearInt8(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer
   return ffi::Error::Success();
 }
 
+#ifdef __AVX512BF16__
+// bf16. Bound by the products: 2 * rows * k * n operations. A block of 64 columns is widened to bf16 pairs along k, which
+// stay in the second-level cache while rows pass, six at a time.
+constexpr int64_t kStretch = 256;  // rows of a work item
+
+// x as pairs along k, [rows up to a multiple of kRows, padded_k / 2].
+std::vector<uint32_t> pack_pairs(const float* x, int64_t rows, int64_t k, int64_t pairs) {
+  const int64_t padded = (rows + kRows - 1) / kRows * kRows, whole = k / 16 * 16;
+  std::vector<uint32_t> packed(padded * pairs, 0);
+  for (int64_t r = 0; r < rows; ++r) {
+    alignas(64) float tail[16] = {};
+    std::memcpy(tail, x + r * k + whole, (k - whole) * sizeof(float));
+    Bf16Ops::pack_row(x + r * k, whole, 1.0f, packed.data() + r * pairs);
+    if (whole < k) Bf16Ops::pack_row(tail, 16, 1.0f, packed.data() + r * pairs + whole / 2);
+  }
+  return packed;
+}
+
+// 64 columns of codes (fewer at the edge) to pairs of k, [pairs, 64].
+void widen(const int8_t* codes, int64_t k, int64_t n, int64_t width, int64_t pairs, uint32_t* packed) {
+  alignas(64) int8_t edge[2][kColumns];
+  for (int64_t i = 0; i < pairs; ++i) {
+    const int8_t* rows[2];
+    for (int64_t j = 0; j < 2; ++j) {
+      rows[j] = codes + (2 * i + j) * n;
+      __builtin_prefetch(rows[j] + kAhead * n);
+      if (width < kColumns || 2 * i + j >= k) {
+        std::memset(edge[j], 0, kColumns);
+        if (2 * i + j < k) std::memcpy(edge[j], rows[j], width);
+        rows[j] = edge[j];
+      }
+    }
+    for (int64_t c = 0; c < kColumns; c += 16) {
+      const auto wide = [](const int8_t* from) {
+        return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+      };
+      alignas(64) float pair[2][16];
+      _mm512_store_ps(pair[0], wide(rows[0] + c));
+      _mm512_store_ps(pair[1], wide(rows[1] + c));
+      const float* const both[2] = {pair[0], pair[1]};
+      Bf16Ops::pack_rows(both, 16, packed + i * kColumns + c);
+    }
+  }
+}
+
+ffi::Error LinearBf16(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S8> codes,
+                      ffi::Buffer<ffi::F32> scale, ffi::Buffer<ffi::S32> layer, ffi::ResultBuffer<ffi::F32> y) {
+  const auto shape = codes.dimensions();  // layers, k, n
+  const int64_t rows = x.dimensions()[0], k = shape[1], n = shape[2], at = layer.typed_data()[0];
+  if (at < 0 || at >= shape[0]) return ffi::Error::InvalidArgument("linear: layer is outside the stack");
+  const int64_t pairs = (k + 15) / 16 * 8, blocks = (n + kColumns - 1) / kColumns;
+  const std::vector<uint32_t> packed_x = pack_pairs(x.typed_data(), rows, k, pairs);
+  const int8_t* matrix = codes.typed_data() + at * k * n;
+  const float* scales = scale.typed_data() + at * n;
+  parallel_for(pool, blocks * ((rows + kStretch - 1) / kStretch), [&](int64_t item) {
+    static thread_local std::vector<uint32_t> packed;
+    packed.resize(pairs * kColumns);
+    const int64_t first = item % blocks * kColumns, width = std::min(kColumns, n - first);
+    const int64_t begin = item / blocks * kStretch, end = std::min(rows, begin + kStretch);
+    widen(matrix + first, k, n, width, pairs, packed.data());
+    alignas(64) float factors[kColumns] = {}, results[kRows * kColumns];
+    std::memcpy(factors, scales + first, width * sizeof(float));
+    for (int64_t r = begin; r < end; r += kRows) {
+      Tile<Bf16Ops, kRows, 4> tile;
+      const uint32_t* a = packed_x.data() + r * pairs;
+      for (int64_t i = 0; i < pairs; ++i)
+        tile.multiply_add(packed.data() + i * kColumns, [&](int row) { return Bf16Ops::broadcast(a[row * pairs + i]); });
+      tile.each([&](int row, int v, v16 sum) { store(results + row * kColumns + v * 16, sum * load(factors + v * 16)); });
+      for (int64_t m = 0; m < std::min<int64_t>(kRows, end - r); ++m)
+        std::memcpy(y->typed_data() + (r + m) * n + first, results + m * kColumns, width * sizeof(float));
+    }
+  });
+  return ffi::Error::Success();
+}
+#else
+ffi::Error LinearBf16(ffi::ThreadPool, ffi::Buffer<ffi::F32>, ffi::Buffer<ffi::S8>, ffi::Buffer<ffi::F32>,
+                      ffi::Buffer<ffi::S32>, ffi::ResultBuffer<ffi::F32>) {
+  return ffi::Error::Unimplemented("linear: this library was compiled for a CPU without AVX512-BF16");
+}
+#endif
+
 }  // namespace
 }  // namespace zccp
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(zccp_linear_bf16, zccp::LinearBf16,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S8>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(zccp_linear_int8, zccp::LinearInt8,
                               xla::ffi::Ffi::Bind()

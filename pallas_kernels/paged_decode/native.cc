@@ -21,15 +21,6 @@ struct Partial {  // of one (slot, kv head, stretch): group peaks, totals and we
   float* weighted;
 };
 
-struct Float32Ops {
-  using Number = float;
-  using Sum = v16;
-  using Vector = v16;
-  static constexpr int64_t kNumbers = 16;
-
-  [[gnu::always_inline]] static Sum multiply_add(Sum sum, Vector columns, Vector row) { return sum + columns * row; }
-};
-
 // weighted = weighted * factor + the sum of n rows of values times their weights, for 16 * kVectors channels.
 template <int kVectors>
 void add_values(const float* values, int64_t stride, const float* weights, int64_t n, float factor, float* weighted) {
