@@ -79,7 +79,10 @@ def program_set(programs: dict[Bucket, Program]) -> ProgramSet:
 
 
 def _run_once(plan: Plan, programs: dict[Bucket, Program], weights: object) -> object:
-    """Run each program on an empty batch, so that nothing is done for the first time while serving; a fresh state."""
+    """Run each program on an empty batch, so that nothing is done for the first time while serving.
+
+    Returns the device state after that, which is as empty as before: rows without ids write nothing.
+    """
     state = empty_state(plan)
     for bucket, program in programs.items():
         arguments = idle_arguments(plan, bucket)
@@ -87,9 +90,7 @@ def _run_once(plan: Plan, programs: dict[Bucket, Program], weights: object) -> o
             state = program(state, *arguments)
         else:
             state, _ = program(weights, state, *arguments)
-    jax.block_until_ready(state)
-    del state
-    return empty_state(plan)
+    return jax.block_until_ready(state)
 
 
 def _count_compilations(observer: EngineObserver) -> Callable[..., None]:

@@ -219,10 +219,7 @@ class Decoder(nn.Module):
         arch = self.architecture
         embed = self.get_variable("params", "embed")
         x = embed.at[ids].get(mode="clip").astype(jnp.float32) * arch.embed_scale
-        tables = [rotary_tables(arch, positions, local=False)]
-        if any(arch.local_rope):
-            tables.append(rotary_tables(arch, positions, local=True))
-        rope = Rope(*(jnp.stack(part) for part in zip(*tables, strict=True)))
+        rope = rope_of(arch, positions)
         layers = nn.scan(
             Layer,
             variable_axes={"params": 0},
@@ -232,6 +229,14 @@ class Decoder(nn.Module):
             length=arch.layers,
         )(arch, self.numerics, name="layers")
         return layers(x.astype(self.numerics.residual_dtype), layer_data(arch), rope, context)
+
+
+def rope_of(architecture: ModelArchitecture, positions: Int32[Array, " tokens"]) -> Rope:
+    """The rotary tables of a step: the global ones, and the local ones where a layer uses them."""
+    tables = [rotary_tables(architecture, positions, local=False)]
+    if any(architecture.local_rope):
+        tables.append(rotary_tables(architecture, positions, local=True))
+    return Rope(*(jnp.stack(part) for part in zip(*tables, strict=True)))
 
 
 def layer_data(architecture: ModelArchitecture) -> LayerData:

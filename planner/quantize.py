@@ -25,9 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from planner.architecture import ModelArchitecture
-from planner.decoder import Layer, LayerData, Numerics, PrefillContext, Rope, rms_norm
+from planner.decoder import Layer, LayerData, Numerics, PrefillContext, rms_norm, rope_of
 from planner.formats import WeightForm
-from planner.rope import rotary_tables
 
 LINEAR = ("qkv", "o", "gate_up", "down")
 ROTATION_SEED = 20_260
@@ -72,11 +71,11 @@ def quantize(
         )
     if not architecture.post_norms:
         weights = rotated(architecture, weights)
-    result = {name: array for name, array in weights.items() if name not in (*LINEAR, "head", "rotated_head")}
+    result = {name: array for name, array in weights.items() if name not in (*LINEAR, "head")}
     hidden = jnp.asarray(weights["embed"])[ids] * architecture.embed_scale
     run = _layer_runner(architecture, ids.shape[1])
     parts: dict[str, list[np.ndarray]] = {f"{name}.{kind}": [] for name in LINEAR for kind in ("codes", "scale")}
-    names = [name for name in weights if name not in ("embed", "final_norm", "head", "rotated_head")]
+    names = [name for name in weights if name not in ("embed", "final_norm", "head")]
     for index in range(architecture.layers):
         layer = {name: weights[name][index] for name in names}
         grams = _grams(run, layer, hidden, index)
@@ -89,7 +88,7 @@ def quantize(
         hidden = jnp.stack([run(layer, window, index)[0] for window in hidden])
         progress(index + 1, architecture.layers + 1)
     result |= {name: np.stack(arrays) for name, arrays in parts.items()}
-    head = next((weights[name] for name in ("head", "rotated_head") if name in weights), weights["embed"].T)
+    head = weights["head"] if "head" in weights else weights["embed"].T
     final = np.asarray(rms_norm(hidden, jnp.asarray(weights["final_norm"]), architecture.norm_eps))
     final = final.reshape(-1, architecture.embed)
     result["head.codes"], result["head.scale"] = round_with_feedback(head, final.T @ final)
@@ -100,7 +99,7 @@ def quantize(
 def rotated(architecture: ModelArchitecture, weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The same model with unit norm weights and a rotated residual stream.
 
-    A tied head cannot stay tied, as it takes the final norm's weight in; it comes back as ``rotated_head``.
+    The result has a head of its own even for a tied model, since the head takes the final norm's weight in.
     """
     rng = np.random.default_rng(ROTATION_SEED)
     turn = np.linalg.qr(rng.standard_normal((architecture.embed, architecture.embed)))[0].astype(np.float32)
@@ -112,7 +111,7 @@ def rotated(architecture: ModelArchitecture, weights: dict[str, np.ndarray]) -> 
     for name in ("o", "down"):
         result[name] = weights[name] @ turn
     head = weights["head"] if "head" in weights else weights["embed"].T
-    result["head" if "head" in weights else "rotated_head"] = turn.T @ (weights["final_norm"][:, None] * head)
+    result["head"] = turn.T @ (weights["final_norm"][:, None] * head)
     result["final_norm"] = np.ones_like(weights["final_norm"])
     return result
 
@@ -147,11 +146,7 @@ def _layer_runner(
 ) -> Callable[..., tuple[jax.Array, dict[str, jax.Array]]]:
     """One jitted layer over one window of fresh text: (weights, hidden, index) -> (hidden, Gram matrices)."""
     module: Any = Layer(architecture, Numerics(WeightForm.FLOAT32, "xla"))
-    positions = jnp.arange(length)
-    tables = [rotary_tables(architecture, positions, local=False)]
-    if any(architecture.local_rope):
-        tables.append(rotary_tables(architecture, positions, local=True))
-    rope = Rope(*(jnp.stack(part) for part in zip(*tables, strict=True)))
+    rope = rope_of(architecture, jnp.arange(length))
     no_pages = jnp.zeros((architecture.layers, 1, architecture.kv_heads, 2, 16, architecture.head_dim))
     one = partial(jnp.full, (1,), dtype=jnp.int32)
     context = PrefillContext(no_pages, jnp.zeros((1, 1), jnp.int32), one(0), one(length), one(0))

@@ -10,7 +10,7 @@ namespace zccp {
 namespace {
 
 constexpr int64_t kColumns = 64;  // columns of a block: four vectors of sixteen sums
-constexpr int64_t kBlocks = 8;   // most blocks that are read together
+constexpr int64_t kBlocks = 8;    // most blocks that are read together
 constexpr int kRows = 6;          // most rows of planes at a time: 24 of the 32 vector registers hold sums
 constexpr int64_t kAhead = 8;     // rows of k that are fetched ahead
 constexpr float kPlane = 254.0f;

@@ -13,8 +13,8 @@ using S32 = ffi::Buffer<ffi::S32>;
 
 namespace {
 
-constexpr int64_t kQueryRows = 192; // (query head, token) rows of an item: a multiple of kMicroRows
-constexpr int kMicroRows = 6;   // 6 rows x 4 vectors of sums fill 24 of the 32 vector registers
+constexpr int64_t kQueryRows = 192;  // (query head, token) rows of an item: a multiple of kMicroRows
+constexpr int kMicroRows = 6;        // 6 rows x 4 vectors of sums fill 24 of the 32 vector registers
 constexpr int64_t kKeys = 64;       // keys of a block: 4 vectors
 constexpr int64_t kMaxHeadDim = 1024;
 constexpr float kMasked = -1e30f;
