@@ -38,6 +38,10 @@ class Checkpoint(Protocol):
         """The files that hold its weights."""
         ...
 
+    def narrowed(self, vocab: int) -> "Checkpoint":
+        """The same model with the first ``vocab`` rows of its embedding and head; the rest is padding without a text."""
+        ...
+
     def text_assets(self) -> TextAssets:
         """Tokenizer and chat templates.
 

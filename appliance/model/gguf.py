@@ -66,6 +66,10 @@ class GgufCheckpoint:
         """The file, or all files of a split set."""
         return self.file.paths
 
+    def narrowed(self, vocab: int) -> "GgufCheckpoint":
+        """The same model without the padding rows of its embedding and head."""
+        return replace(self, architecture=replace(self.architecture, vocab=vocab))
+
     def text_assets(self) -> TextAssets:
         """Tokenizer and chat templates, rebuilt from the metadata.
 

@@ -8,6 +8,7 @@ of the models they are named after.
 """
 
 import logging
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,8 +20,10 @@ from appliance.model.tokenizer import TextAssets, TokenizerError
 
 _log = logging.getLogger(__name__)
 
-_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
-"""Token types; 1 is normal, 5 unused."""
+_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6
+"""Token types; 1 is normal."""
+_PADDING = re.compile(r"\[PAD\d+\]")
+"""Text that converters give to embedding rows beyond the model's own vocabulary."""
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -124,7 +127,7 @@ def rebuild_text_assets(metadata: Mapping[str, object]) -> TextAssets:
 
 @dataclass(frozen=True, slots=True)
 class _Vocabulary:
-    """Token texts by id and their types."""
+    """Token texts by id and their types, without the padding at the end."""
 
     tokens: Sequence[str]
     types: Sequence[int]
@@ -141,7 +144,11 @@ class _Vocabulary:
                 raise TokenizerError(f"token {text!r} has the ids {seen[text]} and {token_id}; each text needs one id")
         given = metadata.get("tokenizer.ggml.token_type")
         if isinstance(given, list) and len(given) == len(tokens):
-            return cls(tokens, [int(kind) for kind in given])
+            types = [int(kind) for kind in given]
+            end = len(tokens)
+            while end and types[end - 1] == _UNUSED and _PADDING.fullmatch(tokens[end - 1]):
+                end -= 1
+            return cls(tokens[:end], types[:end])
         if given is not None:
             raise TokenizerError(f"tokenizer.ggml.token_type does not list one type for each of {len(tokens)} tokens")
         return cls(tokens, _guessed_types(metadata, tokens))
@@ -206,7 +213,7 @@ def _byte_level(metadata: Mapping[str, object], vocabulary: _Vocabulary) -> tupl
 
 def _sentencepiece(metadata: Mapping[str, object], vocabulary: _Vocabulary) -> Tokenizer:
     scores = metadata.get("tokenizer.ggml.scores")
-    if not isinstance(scores, list) or len(scores) != len(vocabulary.tokens):
+    if not isinstance(scores, list) or len(scores) < len(vocabulary.tokens):
         raise TokenizerError(
             f"tokenizer.ggml.scores does not list one score for each of {len(vocabulary.tokens)} tokens; "
             "a SentencePiece vocabulary needs them, fetch a complete file"

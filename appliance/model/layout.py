@@ -67,10 +67,11 @@ def stacked(architecture: ModelArchitecture, read: ReadRole, progress: Progress)
     total = sum(spec.num_bytes for spec in specs.values()) // 4
     done = 0
     for name, spec in specs.items():
-        if name in ("embed", "final_norm"):
+        if name == "final_norm":
             array = np.ascontiguousarray(read(name, 0))
-        elif name == "head":
-            array = np.ascontiguousarray(read(name, 0).T)
+        elif name in ("embed", "head"):
+            rows = read(name, 0)[: architecture.vocab]  # a file may hold padding rows beyond
+            array = np.ascontiguousarray(rows.T if name == "head" else rows)
         else:
             array = np.empty(spec.shape, np.float32)
             for layer in range(architecture.layers):

@@ -88,7 +88,7 @@ class ModelLibrary:
         source = resolve(present.reference if present else reference, folder / "source", progress, download)
         checkpoint = open_checkpoint(source.path)
         assets = checkpoint.text_assets()
-        Tokenizer(assets)
+        checkpoint = _without_padding(checkpoint, Tokenizer(assets).num_ids)
         record = ModelRecord(
             name=folder.name,
             reference=source.reference,
@@ -114,7 +114,8 @@ class ModelLibrary:
             ModelRecordError: the folder holds no model.
             CheckpointError: its files are gone or damaged.
         """
-        return open_checkpoint(folder / read_record(folder).source_path)
+        record = read_record(folder)
+        return _without_padding(open_checkpoint(folder / record.source_path), record.read_architecture().vocab)
 
 
 def _present(folder: Path) -> ModelRecord | None:
@@ -122,6 +123,11 @@ def _present(folder: Path) -> ModelRecord | None:
         return read_record(folder)
     except ModelRecordError:
         return None
+
+
+def _without_padding(checkpoint: Checkpoint, num_ids: int) -> Checkpoint:
+    """The checkpoint without embedding rows that no id of the tokenizer has, so that none of them is ever chosen."""
+    return checkpoint.narrowed(num_ids) if num_ids < checkpoint.architecture.vocab else checkpoint
 
 
 def _kept_path(source: Source, folder: Path) -> str:

@@ -80,6 +80,10 @@ class SafetensorsCheckpoint:
         """The files that hold the weights."""
         return tuple(sorted({entry.file for entry in self.entries.values()}))
 
+    def narrowed(self, vocab: int) -> "SafetensorsCheckpoint":
+        """The same model without the padding rows of its embedding and head."""
+        return replace(self, architecture=replace(self.architecture, vocab=vocab))
+
     def text_assets(self) -> TextAssets:
         """Tokenizer and chat templates of the directory.
 

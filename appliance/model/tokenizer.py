@@ -79,6 +79,11 @@ class Tokenizer:
         except ValueError as error:
             raise TokenizerError(str(error)) from error
 
+    @property
+    def num_ids(self) -> int:
+        """One more than the largest id that has a text. Works through the whole vocabulary."""
+        return max(self._parsing.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
     def encode(self, text: str, *, parse_special: bool) -> list[int]:
         """Ids of raw text, with exactly one BOS where the model wants it; see ``api.ports.TextCodec``."""
         engine = self._parsing if parse_special else self._plain

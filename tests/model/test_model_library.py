@@ -19,8 +19,9 @@ from appliance.model.record import ModelRecordError, read_record, read_text_asse
 from appliance.model.tokenizer import TokenizerError
 from planner.architecture import UnsupportedArchitectureError
 from planner.formats import WeightForm
+from planner.weights import weight_specs
 from tests.support.real_model import smollm2
-from tests.support.tiny_models import save_gguf, save_hf
+from tests.support.tiny_models import VOCAB, save_gguf, save_hf
 
 NOW = datetime(2026, 1, 2, tzinfo=UTC)
 
@@ -50,6 +51,26 @@ def test_a_directory_comes_in_and_can_be_talked_to(tmp_path, library):
     ids = codec.encode_chat([ChatMessage(role="user", content="Hi")])
     assert b"".join(map(codec.token_bytes, ids)) == b"<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     assert read_text_assets(folder) == library.open(folder).text_assets()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("save", [save_hf, save_gguf])
+def test_bc079_embedding_rows_without_an_id_are_left_out(tmp_path, library, save, tied):
+    """Checkpoints round their embedding up; an id without a text must be neither accepted nor chosen."""
+    path = tmp_path / ("padded.gguf" if save is save_gguf else "padded")
+    model = save(path, "llama", vocab_size=VOCAB + 16, tie_word_embeddings=tied)
+    folder = library.ensure(str(path))
+    checkpoint = library.open(folder)
+    assert read_record(folder).read_architecture() == checkpoint.architecture
+    assert checkpoint.architecture.vocab == VOCAB
+    tree = dict(checkpoint.weights())
+    assert {name: array.shape for name, array in tree.items()} == {
+        name: spec.shape for name, spec in weight_specs(checkpoint.architecture, WeightForm.FLOAT32).items()
+    }
+    np.testing.assert_array_equal(tree["embed"], model.model.embed_tokens.weight.detach().numpy()[:VOCAB])
+    assert ("head" in tree) is not tied
+    if not tied:
+        np.testing.assert_array_equal(tree["head"], model.lm_head.weight.detach().numpy()[:VOCAB].T)
 
 
 def test_the_second_time_nothing_is_done(tmp_path, library, monkeypatch):

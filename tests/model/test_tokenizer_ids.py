@@ -74,6 +74,7 @@ PATTERNS = {
     "qwen2": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
     r"\s*[\r\n]+|\s+(?!\S)|\s+",
 }
+PATTERNS["smaug-bpe"] = PATTERNS["llama-bpe"]  # the same split, but without llama's rule of whole words first
 
 
 def byte_level_metadata(pre):
@@ -90,8 +91,8 @@ def byte_level_metadata(pre):
     return metadata if pre is None else {**metadata, "tokenizer.ggml.pre": pre}
 
 
-@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2"])
-def test_pre_tokenizers_split_as_their_models_do(pre):
+@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "smaug-bpe", "qwen2"])
+def test_bc154_pre_tokenizers_split_as_their_models_do(pre):
     """Against a tokenizer.json written out here as the models of that name carry it."""
     document = json.loads(tiny_tokenizer().to_str())
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
@@ -146,6 +147,36 @@ def test_without_token_types_the_named_ids_are_control_tokens():
     del metadata["tokenizer.ggml.token_type"]
     tokenizer = Tokenizer(rebuild_text_assets(metadata))
     assert set(tokenizer.control_texts) == set(SPECIALS)
+
+
+def test_bc079_padding_at_the_end_of_a_vocabulary_has_no_ids():
+    """Converters list a token of type unused for every embedding row beyond the model's own vocabulary."""
+    plain = byte_level_metadata("gpt-2")
+    tokens, kinds = plain["tokenizer.ggml.tokens"], plain["tokenizer.ggml.token_type"]
+    listed = {
+        "tokenizer.ggml.tokens": [*tokens, *(f"[PAD{len(tokens) + n}]" for n in range(3))],
+        "tokenizer.ggml.token_type": [*kinds, 5, 5, 5],
+    }
+    padded = Tokenizer(rebuild_text_assets({**plain, **listed}))
+    assert padded.num_ids == Tokenizer(rebuild_text_assets(plain)).num_ids == len(tokens)
+    assert padded.table.raw(len(tokens)) == b""
+    assert differing(padded, lambda text: Tokenizer(rebuild_text_assets(plain)).encode(text, parse_special=False)) == []
+    of_use = Tokenizer(rebuild_text_assets({**plain, **listed, "tokenizer.ggml.token_type": [*kinds, 5, 5, 1]}))
+    assert of_use.num_ids == len(tokens) + 3
+
+
+def test_bc079_padding_of_a_sentencepiece_vocabulary():
+    plain = gguf_metadata(trained())
+    size = len(plain["tokenizer.ggml.tokens"])
+    padded = {
+        **plain,
+        "tokenizer.ggml.tokens": [*plain["tokenizer.ggml.tokens"], "[PAD1]", "[PAD2]"],
+        "tokenizer.ggml.scores": [*plain["tokenizer.ggml.scores"], -1000.0, -1000.0],
+        "tokenizer.ggml.token_type": [*plain["tokenizer.ggml.token_type"], 5, 5],
+    }
+    ours, theirs = Tokenizer(rebuild_text_assets(padded)), Tokenizer(rebuild_text_assets(plain))
+    assert ours.num_ids == size
+    assert differing(ours, lambda text: theirs.encode(text, parse_special=False)) == []
 
 
 def test_sentencepiece_gguf_equals_sentencepiece():
@@ -238,11 +269,14 @@ def test_bos_of_a_directory(tmp_path):
     assert not read_text_assets(tmp_path).add_bos
 
 
-def test_end_ids_of_a_directory(tmp_path):
+def test_bc081_end_ids_of_a_directory(tmp_path):
     save_hf(tmp_path, "llama")
     assert read_text_assets(tmp_path).eos_ids == (2,)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [0, 2]}')
     assert read_text_assets(tmp_path).eos_ids == (0, 2)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [0, 1]}')
+    (tmp_path / "config.json").unlink()
+    assert read_text_assets(tmp_path).eos_ids == (0, 1, 2), "the third comes from tokenizer_config.json"
 
 
 def test_end_ids_of_a_gguf_file_include_the_turn_end_that_the_template_writes():
