@@ -39,7 +39,7 @@ class Checkpoint(Protocol):
         ...
 
     def narrowed(self, vocab: int) -> "Checkpoint":
-        """The same model with the first ``vocab`` rows of its embedding and head; the rest is padding without a text."""
+        """The same model with the first ``vocab`` rows of its embedding and head; those beyond have no id."""
         ...
 
     def text_assets(self) -> TextAssets:

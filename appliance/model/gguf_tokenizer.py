@@ -79,6 +79,10 @@ _END_OF_TURN = (
     "<|endoftext|>",
 )
 """Control tokens that end a turn where the model's own template writes them, whatever the metadata lists."""
+_TURN_MARKS = frozenset(
+    (*_END_OF_TURN, "<|im_start|>", "<start_of_turn>", "<|start_header_id|>", "<|end_header_id|>", "<|begin_of_text|>")
+)
+"""Control tokens whatever type a file gives them: as plain text they would let a client forge a turn."""
 
 
 def rebuild_text_assets(metadata: Mapping[str, object]) -> TextAssets:
@@ -144,7 +148,7 @@ class _Vocabulary:
                 raise TokenizerError(f"token {text!r} has the ids {seen[text]} and {token_id}; each text needs one id")
         given = metadata.get("tokenizer.ggml.token_type")
         if isinstance(given, list) and len(given) == len(tokens):
-            types = [int(kind) for kind in given]
+            types = [_CONTROL if text in _TURN_MARKS else int(kind) for text, kind in zip(tokens, given, strict=True)]
             end = len(tokens)
             while end and types[end - 1] == _UNUSED and _PADDING.fullmatch(tokens[end - 1]):
                 end -= 1
