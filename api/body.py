@@ -4,6 +4,7 @@ Owns the checks that need no knowledge of the endpoint. Every refusal comes befo
 """
 
 import asyncio
+import codecs
 import re
 from typing import TypeVar
 
@@ -26,6 +27,7 @@ _JSON_TYPE = re.compile(r"application/(?:[\w.+-]+\+)?json")
 _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$\.?(.*?)`)?$", re.DOTALL)
 _MISSING_FIELD = re.compile(r"Object missing required field `(.*?)`(?: - at `\$\.?(.*?)`)?$", re.DOTALL)
 _WRONG_VALUE = re.compile(r"(.*?) - at `\$\.?(.*?)`$", re.DOTALL)
+_DECODED_BYTES = 1 << 16
 _ESCAPE = re.compile(rb"\\(?:u([0-9a-fA-F]{4})|.)", re.DOTALL)
 
 
@@ -79,13 +81,31 @@ def decode(decoder: msgspec.json.Decoder[_Request], body: bytes | bytearray) -> 
         BadRequestError: a field is missing or has a wrong type; named with its path.
     """
     try:
-        return decoder.decode(body)
+        request = decoder.decode(body)
     except msgspec.ValidationError as error:
         raise _field_error(str(error)) from None
     except msgspec.DecodeError as error:
         raise MalformedBodyError(f"the body is no valid JSON: {_malformed(str(error), body)}") from None
     except RecursionError:
         raise MalformedBodyError("the body is nested too deeply; flatten it") from None
+    _check_encoding(body)
+    return request
+
+
+def _check_encoding(body: bytes | bytearray) -> None:
+    """Refuse bytes that are no UTF-8 where the JSON decoder does not look: in values that nothing reads."""
+    if body.isascii():
+        return
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    with memoryview(body) as view:
+        for start in range(0, len(view), _DECODED_BYTES):
+            end = start + _DECODED_BYTES
+            try:
+                decoder.decode(view[start:end], end >= len(view))
+            except UnicodeDecodeError:
+                raise MalformedBodyError(
+                    f"the body is no valid JSON: bytes {start} to {min(end, len(view)) - 1} are no UTF-8"
+                ) from None
 
 
 def _check_media_type(exchange: Exchange) -> None:

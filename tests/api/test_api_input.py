@@ -18,6 +18,9 @@ JSON = {"content-type": "application/json"}
 PATHS = (CHAT, TEXT, MESSAGES, COUNT)
 
 
+USER_TURN = {"role": "user", "content": "hi"}
+
+
 def refused(rig: Rig, path: str, body: Any, status: int = 400, headers: dict[str, str] | None = None) -> dict[str, Any]:
     """The error of a refused request, after checks that hold for each: shape, request id, and that the rig goes on."""
     reply = rig.post(path, body, headers or JSON)
@@ -57,6 +60,27 @@ def test_bc098_deep_nesting(depth: int, name: bytes) -> None:
     assert reply.status == (200 if name == b"metadata" and depth == 100 else 400)
 
 
+@pytest.mark.parametrize("depth", [1000, 20_000, 200_000])
+@pytest.mark.parametrize(
+    ("path", "head", "tail"),
+    [
+        (CHAT, b'"tools":[{"type":"function","function":{"name":"f","parameters":', b"}}]"),
+        (CHAT, b'"response_format":{"type":"json_schema","json_schema":{"schema":', b"}}"),
+        (MESSAGES, b'"tools":[{"name":"f","input_schema":', b"}]"),
+        (MESSAGES, b'"metadata":', b""),
+    ],
+)
+def test_bc098_deep_nesting_in_fields_of_features(path: str, head: bytes, tail: bytes, depth: int) -> None:
+    body = b'{"model":"tiny","max_tokens":4,"messages":[{"role":"user","content":"hi"}],' + head
+    assert "nested too deeply" in refused(Rig(), path, body + b"[" * depth + b"]" * depth + tail + b"}")["message"]
+
+
+def test_bc098_deep_nesting_in_a_tool_call_of_the_history() -> None:
+    block = b'{"type":"tool_use","id":"a","name":"b","input":' + b"[" * 20_000 + b"]" * 20_000 + b"}"
+    body = b'{"model":"tiny","max_tokens":4,"messages":[{"role":"assistant","content":[' + block + b"]}]}"
+    assert "nested too deeply" in refused(Rig(), MESSAGES, body)["message"]
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [
@@ -66,6 +90,9 @@ def test_bc098_deep_nesting(depth: int, name: bytes) -> None:
         (MESSAGES, b'{"model":"tiny","messages":[{"role":"user","content":[{"type":"text","text":"\\udd16 q"}]}]}'),
         (CHAT, b'{"model":"tiny","messages":[{"role":"user","content":"hi"}],"stop":"\\ud800\\ud800"}'),
         (CHAT, b'{"model":"\\ud83e","messages":[{"role":"user","content":"hi"}]}'),
+        (CHAT, b'{"model":"tiny","messages":[{"role":"user","content":"hi"}],"user":"\\ud83e"}'),
+        (CHAT, b'{"model":"tiny","messages":[{"role":"user","content":"hi"}],"tools":[{"a":"\\ud83e"}]}'),
+        (CHAT, b'{"model":"tiny","messages":[{"role":"user","content":"hi"}],"response_format":{"y":"\\ud83e"}}'),
     ],
 )  # fmt: skip
 def test_bc099_lone_surrogates(path: str, body: bytes) -> None:
@@ -90,6 +117,25 @@ def test_lone_surrogate_reads_escapes_as_json_does(body: bytes, at: int | None) 
 @pytest.mark.parametrize("hex_body", ["7b226d6f64656c223a22ff227d", "efbbbf7b7d", "feff007b007d"])
 def test_bc100_undecodable_bodies(hex_body: str) -> None:
     assert "no valid JSON" in refused(Rig(), CHAT, bytes.fromhex(hex_body))["message"]
+
+
+@pytest.mark.parametrize("before", [0, 65_530, 200_000])
+@pytest.mark.parametrize("name", [b"user", b"metadata", b"response_format"])
+def test_bc100_undecodable_values_that_nothing_reads(name: bytes, before: int) -> None:
+    rig = Rig(context=500_000)
+
+    def body(value: bytes) -> bytes:
+        padding = b"x" * before
+        value = {b"user": b'"%s"', b"metadata": b'{"a":["%s"]}', b"response_format": b'{"type":"text","a":"%s"}'}[
+            name
+        ] % value
+        return (
+            b'{"model":"tiny","messages":[{"role":"user","content":"' + padding + b'"}],"' + name + b'":' + value + b"}"
+        )
+
+    for damaged in (b"\xff", b"\xe6\xbc", b"\xed\xa0\x80"):
+        assert "are no UTF-8" in refused(rig, CHAT, body(damaged))["message"]
+    assert rig.post(CHAT, body("\u6f22\U0001f9ff".encode()), JSON).status == 200
 
 
 @pytest.mark.parametrize(
@@ -315,7 +361,9 @@ def test_duplicate_keys_take_the_last() -> None:
         (TEXT, prompt(["a"] * 9, n=8), "prompt", "72 choices; at most 64"),
     ],
 )  # fmt: skip
-def test_openai_values_outside_their_range(path: str, body: Any, param: str, text: str) -> None:
+def test_bc025_bc031_bc048_bc051_bc069_bc076_bc079_openai_values_outside_their_range(
+    path: str, body: Any, param: str, text: str
+) -> None:
     error = refused(Rig(), path, body)
     assert error["param"] == param
     assert text in error["message"]
@@ -328,6 +376,17 @@ def test_openai_values_outside_their_range(path: str, body: Any, param: str, tex
         (message(max_tokens=0), "max_tokens is 0"),
         (chat(), "max_tokens: the field is required"),
         ({**message(), "messages": []}, "messages is empty"),
+        ({"model": MODEL, "max_tokens": 9}, "messages: the field is required"),
+        ({**message(), "messages": None}, "messages: Expected `array`"),
+        ({**message(), "messages": {"role": "user", "content": "hi"}}, "messages: Expected `array`"),
+        ({**message(), "messages": [USER_TURN, {"role": "assistant", "content": [
+            {"type": "text", "text": "Let me look."}, {"type": "tool_use", "id": "t1", "name": "w", "input": {}}]}]},
+         "messages[1].content[1].type is 'tool_use'; only 'text' is supported"),
+        ({**message(), "messages": [{"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "rain"}]}]}]},
+         "messages[0].content[0].type is 'tool_result'; only 'text' is supported"),
+        ({**message(), "messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1"}]}]},
+         "messages[0].content[0].type is 'tool_result'"),
         (message(temperature=1.1), "temperature is 1.1; it must be between 0 and 1"),
         (message(top_p=2), "top_p is 2"),
         (message(top_k=-2), "top_k is -2"),
@@ -348,7 +407,7 @@ def test_openai_values_outside_their_range(path: str, body: Any, param: str, tex
         ({**message(), "messages": [{"role": "assistant", "content": ""}]}, "messages has no content"),
     ],
 )  # fmt: skip
-def test_anthropic_values_outside_their_range(body: Any, text: str) -> None:
+def test_bc025_bc054_anthropic_values_outside_their_range(body: Any, text: str) -> None:
     error = refused(Rig(), MESSAGES, body)
     assert text in error["message"]
     assert error["type"] == "invalid_request_error"
