@@ -1,12 +1,13 @@
 """Chat completions: what reaches the engine, what comes back, whole and streamed."""
 
 import asyncio
+import math
 from typing import Any
 
 import msgspec
 import pytest
 
-from api.ports import Finished, GenerationRequest, SamplingParams
+from api.ports import Finished, GenerationRequest, SamplingParams, TokenLogprob, Tokens
 from tests.support.api_rig import ALIAS, CHAT, CONTEXT, MODEL, Rig, chat
 from tests.support.scripted_engine import (
     ASSISTANT,
@@ -195,6 +196,18 @@ def test_bc005_bc066_chat_logprobs() -> None:
         {"token": "!", "logprob": -0.5, "bytes": [33]},
         {"token": '"', "logprob": -1.5, "bytes": [34]},
     ]
+
+
+def test_bc065_impossible_alternatives_are_null_and_the_json_stays_strict() -> None:
+    def script(request: GenerationRequest) -> list[Step]:
+        top = ((111, -0.0), (112, -math.inf), (113, math.nan))
+        return [Tokens(0, (111,), (TokenLogprob(111, -0.0, top),)), Finished(0, "stop", EOS)]
+
+    answer, _ = both(script, chat(logprobs=True, top_logprobs=3))
+    (entry,) = answer["choices"][0]["logprobs"]["content"]
+    assert [one["logprob"] for one in entry["top_logprobs"]] == [0.0, None, None]
+    raw = Rig(ScriptedEngine(script)).post(CHAT, chat(logprobs=True, top_logprobs=3)).body
+    assert not any(word in raw for word in (b"NaN", b"Infinity"))
 
 
 def test_bc069_no_alternatives_is_not_no_logprobs() -> None:

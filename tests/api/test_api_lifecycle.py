@@ -181,6 +181,31 @@ def test_bc094_normal_completion_never_cancels() -> None:
     assert [record.status for record in rig.observer.records] == [200] * 200
 
 
+def test_bc094_a_request_with_the_same_id_goes_on_when_one_leaves() -> None:
+    gate = asyncio.Event()
+    engine = ScriptedEngine(then(gate, Finished(0, "stop")))
+    rig = Rig(engine)
+
+    async def run() -> None:
+        callers: list[Caller] = []
+        same = {"x-request-id": "same"}
+        calls = [
+            asyncio.ensure_future(rig.call("POST", CHAT, chat(stream=True), same, callers=callers)) for _ in range(3)
+        ]
+        await until(lambda: len(engine.generations) == 3 and all(one.emitted for one in engine.generations))
+        callers[1].leave()
+        await until(lambda: engine.cancels[1])
+        gate.set()
+        first, left, last = await asyncio.gather(*calls)
+        assert not left.ended
+        assert first.body.endswith(b"[DONE]\n\n")
+        assert last.body.endswith(b"[DONE]\n\n")
+
+    asyncio.run(run())
+    assert engine.cancels == [[], [None], []]
+    assert engine.running == 0
+
+
 def test_a_client_that_leaves_after_the_last_byte_cancels_nothing() -> None:
     engine = ScriptedEngine(say("done"))
     rig = Rig(engine)
