@@ -105,6 +105,17 @@ def test_implementations_agree_with_the_reference(fast_implementations, case, dt
         )
 
 
+@pytest.mark.parametrize("case", [case for case in SMALL if case not in COMPARED], ids=lambda case: case.name)
+def test_bc169_native_code_for_the_other_head_shapes(missing_for_native, case):
+    if missing_for_native:
+        pytest.skip(missing_for_native)
+    q, k, v, history = inputs(case)
+    arguments = (q, k, v, history.pages, 1, history.table, history.lengths, case.window)
+    got = run("native", *arguments, softcap=case.softcap)
+    wanted = decode_attention(*arguments, scale=SCALE, softcap=case.softcap)
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=TOLERANCE["float32"])
+
+
 SLOTS, WIDTH, PAGE, KV_HEADS, GROUP, DIM = 4, 5, 4, 2, 3, 16
 
 

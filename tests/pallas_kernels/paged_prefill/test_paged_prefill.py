@@ -9,6 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.errors import ContractError
+from pallas_kernels.model_shapes import ALL
 from pallas_kernels.paged_prefill import op, xla
 from pallas_kernels.paged_prefill.cases import CASES, PrefillCase
 from pallas_kernels.paged_prefill.reference import row_of_token
@@ -87,6 +88,23 @@ def test_implementations_agree_with_the_reference(fast_implementations, case, dt
         got = run(implementation, data, 0, rows, case.window, softcap=case.softcap)
         np.testing.assert_allclose(
             got[used(rows)], wanted[used(rows)], rtol=0, atol=TOLERANCE[dtype], err_msg=implementation
+        )
+
+
+EDGES = ((0, 1), (0, 2), (0, 15), (0, 16), (0, 17), (120, 9), (128, 1), (1000, 3))
+"""Fresh prompts around a page of 16, and chunks behind histories around 128 and of 1000 positions."""
+
+
+@pytest.mark.parametrize("heads", ALL, ids=lambda heads: heads.name)
+def test_bc169_every_head_shape_around_the_edges_of_pages(fast_implementations, heads):
+    case = PrefillCase(heads.name, heads, EDGES, 64, 16)
+    data, rows = of_case(case)
+    wanted = prefill_attention(*data, 1, *rows, 0, scale=SCALE)
+    implementations = {"native"} & set(fast_implementations) if heads.head_dim % 16 == 0 else set()
+    for implementation in implementations | ({"xla"} if heads.name.startswith(SPARED) else set()):
+        got = run(implementation, data, 1, rows, 0, quick=True)
+        np.testing.assert_allclose(
+            got[used(rows)], wanted[used(rows)], rtol=0, atol=TOLERANCE["float32"], err_msg=implementation
         )
 
 
