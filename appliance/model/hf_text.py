@@ -59,7 +59,8 @@ def _templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
     if isinstance(listed, str):
         templates = {"default": listed}
     elif isinstance(listed, list):
-        templates = {str(entry["name"]): str(entry["template"]) for entry in listed if isinstance(entry, Mapping)}
+        pairs = [(entry.get("name"), entry.get("template")) for entry in listed if isinstance(entry, Mapping)]
+        templates = {name: source for name, source in pairs if isinstance(name, str) and isinstance(source, str)}
     else:
         templates = {}
     for file in sorted((directory / "additional_chat_templates").glob("*.jinja")):
