@@ -149,16 +149,19 @@ def conversation_of(request: CountRequest) -> Conversation:
         )
     if turns[-1] == ("assistant", ""):
         turns.pop()
-    messages = [("system", system)] if system else []
+    messages = [("system", [system])] if system else []
     for role, text in turns:
         if messages and messages[-1][0] == role and role != "system":
-            messages[-1] = (role, messages[-1][1] + TURN_SEPARATOR + text)
+            messages[-1][1].append(text)
         else:
-            messages.append((role, text))
+            messages.append((role, [text]))
     if not messages:
         raise BadRequestError("messages has no content; send at least one user message", param="messages")
     return Conversation(
-        tuple(msgspec.convert({"role": role, "content": text}, ChatMessage) for role, text in messages),
+        tuple(
+            msgspec.convert({"role": role, "content": TURN_SEPARATOR.join(texts)}, ChatMessage)
+            for role, texts in messages
+        ),
         continue_last=bool(prefill),
     )
 

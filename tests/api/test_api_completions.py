@@ -115,7 +115,9 @@ def test_bc069_zero_alternatives_still_give_the_chosen_token() -> None:
     assert both(say("ok"), prompt())[0]["choices"][0]["logprobs"] is None
 
 
-def test_stop_strings_and_the_kept_one() -> None:
+def test_bc013_bc014_stop_strings_and_the_kept_one() -> None:
+    assert texts(both(say("hello END"), prompt(stop=["END"]))[0]) == [(0, "hello ", "stop")]
+    assert texts(both(say("ENDhello"), prompt(stop=["END"]))[0]) == [(0, "", "stop")]
     assert texts(both(say("p;q;r;s"), prompt(stop="q;r"))[0]) == [(0, "p;", "stop")]
     kept = prompt(stop=["q;r"], include_stop_str_in_output=True)
     assert texts(both(say("p;q;r;s", per_event=4), kept)[0]) == [(0, "p;q;r", "stop")]

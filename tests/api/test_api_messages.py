@@ -85,6 +85,7 @@ def test_bc090_golden_transcript() -> None:
         ("Hello there", {"max_tokens": 3}, "max_tokens", None, "Hel", 3),
         ("Hello", {}, "end_turn", None, "Hello", 5),
         ("hello END", {"stop_sequences": ["END"]}, "stop_sequence", "END", "hello ", 9),
+        ("ENDhello", {"stop_sequences": ["END"]}, "stop_sequence", "END", "", 3),
         ("END", {"stop_sequences": ["x", "END"], "max_tokens": 3}, "stop_sequence", "END", "", 3),
         ("", {}, "end_turn", None, "", 0),
         ("x" * 99, {"max_tokens": 1000}, "max_tokens", None, "x" * (CONTEXT - 6), CONTEXT - 6),
@@ -133,6 +134,14 @@ def test_blocks_join_and_turns_of_one_role_combine() -> None:
     assert prompted(messages=[turn("user", "a"), turn("system", "s"), turn("user", "b")]) == [
         BOS, USER, *b"a", EOS, SYSTEM, *b"s", EOS, USER, *b"b", EOS, ASSISTANT
     ]  # fmt: skip
+
+
+def test_bc104_very_many_turns_of_one_role() -> None:
+    turns = [turn("user", f"{number}") for number in range(20_000)]
+    rig = Rig(context=1_000_000)
+    assert rig.post(MESSAGES, {**message(), "messages": turns}).status == 200
+    asked = bytes(token_id for token_id in rig.engine.requests[0].prompt_ids if token_id < 256)
+    assert asked == "\n\n".join(map(str, range(20_000))).encode()
 
 
 def test_bc032_a_last_assistant_turn_is_continued() -> None:
