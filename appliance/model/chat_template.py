@@ -153,6 +153,7 @@ class ChatTemplates:
 
 
 _PRIVATE_USE = range(0xE000, 0xF900)
+_PRIVATE_USE_CODE = re.compile(r"(?=([ef][0-9a-f]{3}))")
 _CONTINUE_HERE = "CONTINUE_THE_LAST_MESSAGE_HERE"
 
 
@@ -192,7 +193,8 @@ def _mapped(value: Any, change: Callable[[str], str]) -> Any:
 def _unused_character(texts: Sequence[str]) -> str:
     """A private-use character that occurs in none of the texts, raw or as a JSON escape."""
     used = "".join(texts).lower()
+    characters, escapes = set(used), set(_PRIVATE_USE_CODE.findall(used))
     for code in _PRIVATE_USE:
-        if chr(code) not in used and f"{code:04x}" not in used:
+        if chr(code) not in characters and f"{code:04x}" not in escapes:
             return chr(code)
     raise ChatTemplateError("the conversation uses every private-use character there is; remove some of them")
