@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <vector>
 
@@ -44,8 +45,49 @@ inline v16 exp16(v16 x) {
   return (v16)_mm512_maskz_scalef_ps(alive, (__m512)p, n);
 }
 
+// 2^x for a polynomial 2^r = p[0] + p[1] r + .. on |r| <= 1/2, which sets the error; 0 far below 0. Coefficients: least relative
+// error, by iterated weighted least squares.
+template <size_t kTerms>
+inline v16 exp2_16(v16 x, const float (&p)[kTerms]) {
+  const v16 r = (v16)_mm512_reduce_ps((__m512)x, 0);
+  v16 sum = splat(p[kTerms - 1]);
+  for (size_t i = kTerms - 1; i-- > 0;) sum = sum * r + p[i];
+  return (v16)_mm512_scalef_ps((__m512)sum, (__m512)(x - r));
+}
+
+// Transposes 16 x 16 floats in place.
+inline void transpose16(v16 lanes[16]) {
+  __m512 v[16];
+  std::memcpy(v, lanes, sizeof v);
+  __m512 t[16];
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_ps(v[i], v[i + 1]);
+    t[i + 1] = _mm512_unpackhi_ps(v[i], v[i + 1]);
+  }
+  const auto pairs = [](__m512 a, __m512 b, bool high) {
+    const __m512d x = _mm512_castps_pd(a), y = _mm512_castps_pd(b);
+    return _mm512_castpd_ps(high ? _mm512_unpackhi_pd(x, y) : _mm512_unpacklo_pd(x, y));
+  };
+  for (int i = 0; i < 16; i += 4) {  // v[i + c]: element c of each quarter of rows i, .., i + 3
+    v[i] = pairs(t[i], t[i + 2], false);
+    v[i + 1] = pairs(t[i], t[i + 2], true);
+    v[i + 2] = pairs(t[i + 1], t[i + 3], false);
+    v[i + 3] = pairs(t[i + 1], t[i + 3], true);
+  }
+  for (int c = 0; c < 4; ++c) {
+    const __m512 a = _mm512_shuffle_f32x4(v[c], v[4 + c], 0x88), b = _mm512_shuffle_f32x4(v[c], v[4 + c], 0xdd);
+    const __m512 e = _mm512_shuffle_f32x4(v[8 + c], v[12 + c], 0x88), f = _mm512_shuffle_f32x4(v[8 + c], v[12 + c], 0xdd);
+    t[c] = _mm512_shuffle_f32x4(a, e, 0x88);
+    t[8 + c] = _mm512_shuffle_f32x4(a, e, 0xdd);
+    t[4 + c] = _mm512_shuffle_f32x4(b, f, 0x88);
+    t[12 + c] = _mm512_shuffle_f32x4(b, f, 0xdd);
+  }
+  std::memcpy(lanes, t, sizeof t);
+}
+
 // A tile of sums, kRows x kVectors, as one member a vector: members stay in registers, which GCC does not manage for arrays
-// whose loops it unrolls. Ops gives Sum, Vector, Number, kNumbers of which make a vector, and multiply_add(sum, columns, row).
+// whose loops it unrolls. The dot-product instructions are written out, because GCC 12 copies sums around their intrinsics.
+// Ops gives Sum, Vector, Number, kNumbers of which make a vector, and multiply_add(sum, columns, row).
 template <typename Ops, int kVectors>
 struct TileRow {
   typename Ops::Sum sum = {};
@@ -111,6 +153,14 @@ struct Float32Ops {
   }
 
   static void pack_rows(const float* const* rows, int64_t n, Number* to) { std::memcpy(to, rows[0], n * sizeof(float)); }
+
+  // One vector of floats for each of kPair rows.
+  static void pack_pair(const v16 rows[kPair], Number* to) { store(to, rows[0]); }
+
+  static v16 exp2(v16 x) {  // to about 1 ulp
+    return exp2_16(x, {1.0f, 6.9314720574e-01f, 2.4022646891e-01f, 5.5503287770e-02f, 9.6184889582e-03f, 1.3399931217e-03f,
+                       1.5345811717e-04f});
+  }
 };
 
 #ifdef __AVX512BF16__
@@ -121,7 +171,8 @@ struct Bf16Ops {
   static constexpr int64_t kPair = 2, kNumbers = 16;
 
   [[gnu::always_inline]] static Sum multiply_add(Sum sum, Vector columns, Vector row) {
-    return (v16)_mm512_dpbf16_ps((__m512)sum, (__m512bh)columns, (__m512bh)row);
+    asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(columns), "v"(row));  // in place, see TileRow
+    return sum;
   }
   static Vector broadcast(Number x) { return _mm512_set1_epi32(static_cast<int32_t>(x)); }
 
@@ -136,15 +187,36 @@ struct Bf16Ops {
   // Two rows of n floats to n pairs, the first row low.
   static void pack_rows(const float* const* rows, int64_t n, Number* to) {
     for (int64_t i = 0; i < n; i += 16) {
-      const __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)load(rows[0] + i)));
-      const __m512i high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)load(rows[1] + i)));
-      _mm512_storeu_si512(to + i, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+      const v16 pair[2] = {load(rows[0] + i), load(rows[1] + i)};
+      pack_pair(pair, to + i);
     }
+  }
+
+  static void pack_pair(const v16 rows[kPair], Number* to) {
+    alignas(64) static constexpr uint16_t kOrder[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                        8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)rows[1], (__m512)rows[0]);
+    _mm512_storeu_si512(to, _mm512_permutexvar_epi16(_mm512_load_si512(kOrder), both));
+  }
+
+  static v16 exp2(v16 x) {  // to 7.5e-5, an eighth of a rounding to bf16
+    return exp2_16(x, {9.9992807357e-01f, 6.9326098599e-01f, 2.4261112197e-01f, 5.5171666189e-02f});
   }
 };
 #else
 using Bf16Ops = Float32Ops;  // exact instead of fast
 #endif
+
+// 16 rows of n floats to [n / kPair, 16], `stride` numbers apart: rows become lanes.
+template <typename Ops, typename Number = typename Ops::Number>
+void pack_lanes(const float* const rows[16], int64_t n, float factor, Number* to, int64_t stride) {
+  for (int64_t i = 0; i < n; i += 16) {
+    v16 lanes[16];
+    for (int64_t j = 0; j < 16; ++j) lanes[j] = load(rows[j] + i) * factor;
+    transpose16(lanes);
+    for (int64_t j = 0; j < 16; j += Ops::kPair) Ops::pack_pair(lanes + j, to + (i + j) / Ops::kPair * stride);
+  }
+}
 
 // Runs body(i) for i in [0, items) on the calling thread and on whatever pool threads come to help. The caller takes items
 // until none is left and then waits only for those that others have begun, so that it never waits for a busy pool.

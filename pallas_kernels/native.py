@@ -1,4 +1,4 @@
-"""The native CPU kernels: compiles ``*/native.cc`` into one shared library and makes it known to XLA.
+"""The native CPU kernels: compiles ``*/native*.cc`` into one shared library and makes it known to XLA.
 
 Owns the compiler's command line and the list of XLA call targets. A library belongs to the programs that call it: it is
 built beside them, for the same instruction sets, and registered before they are loaded.
@@ -13,7 +13,13 @@ from pathlib import Path
 
 import jax
 
-CALLS = ("zccp_linear_int8", "zccp_linear_bf16", "zccp_paged_decode", "zccp_paged_prefill")
+CALLS = (
+    "zccp_linear_planes",
+    "zccp_linear_blocks",
+    "zccp_linear_bf16",
+    "zccp_paged_decode",
+    "zccp_paged_prefill",
+)
 """XLA call targets that the library defines."""
 
 _SOURCES = Path(__file__).parent
@@ -40,7 +46,7 @@ def compile_library() -> bytes:
     command = compiler()
     if command is None:
         raise NativeBuildError("no C++ compiler (g++ or c++) was found; install one, or plan for implementation xla")
-    sources = sorted(str(file) for file in _SOURCES.glob("*/native.cc"))
+    sources = sorted(str(file) for file in _SOURCES.glob("*/native*.cc"))
     includes = (f"-I{_SOURCES.parent}", "-isystem", jax.ffi.include_dir())
     with tempfile.TemporaryDirectory() as scratch:
         result = Path(scratch) / "native.so"

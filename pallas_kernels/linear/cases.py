@@ -22,6 +22,7 @@ CASES = (
     LinearCase("smollm2-135m-down-48", 48, 1_536, 576),
     LinearCase("smollm2-135m-qkv-512", 512, 576, 960),
     LinearCase("odd-3", 3, 37, 75),
+    LinearCase("odd-273", 273, 131, 107),
     LinearCase("one-input", 2, 1, 5),
     LinearCase("smollm2-135m-head-8", 8, 576, 49_152, small=False),
     LinearCase("llama-3.1-8b-qkv-16", 16, 4_096, 6_144, small=False),

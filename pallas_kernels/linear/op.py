@@ -9,7 +9,7 @@ from pallas_kernels.errors import require
 from pallas_kernels.linear import native, reference, xla
 
 Implementation = Literal["reference", "xla", "native"]
-Products = Literal["planes", "bf16"]
+Products = Literal["planes", "blocks", "bf16"]
 
 
 class Int8Weight(NamedTuple):
@@ -34,10 +34,12 @@ def linear(
     Args:
         x: activations.
         weight: a float32 or bf16 matrix, or int8 codes with one scale an output channel.
-        products: how activations meet int8 codes. ``planes``: a row is rounded to two int8 planes (relative step
-            ``1 / 32258`` of its largest element), the faster form while reading the codes is the bound. ``bf16``: an
-            element is rounded to bf16, in which codes are exact, the faster form for many rows. A row's result depends
-            on this choice and not on how many rows there are.
+        products: how finely activations are held where they meet int8 codes. ``planes``: a row as two int8 planes, an
+            element off by at most ``1 / 64516`` of the row's largest; the faster form while reading the codes is the
+            bound. For many rows, where the products are: ``bf16``, off by at most ``1 / 512`` of itself, in which codes
+            are exact; and ``blocks``, int8 with a step for every 64 neighbours of a row, off by at most ``1 / 254`` of
+            the largest of them. An implementation may hold them more finely. A row's result depends on this choice and
+            not on how many rows there are.
         implementation: which code runs; there is no fall-back.
 
     Returns:
