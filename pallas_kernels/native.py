@@ -19,6 +19,7 @@ CALLS = (
     "zccp_linear_bf16",
     "zccp_paged_decode",
     "zccp_paged_prefill",
+    "zccp_page_write",
 )
 """XLA call targets that the library defines."""
 

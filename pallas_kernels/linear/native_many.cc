@@ -12,7 +12,8 @@ namespace {
 
 constexpr int kRows = 10;           // rows of a tile: 10 rows x 2 vectors of sums leave registers for what comes in
 constexpr int64_t kPanel = 32;      // columns of a panel: 2 vectors
-constexpr int64_t kBlock = 64;      // neighbours of a row that share a step
+constexpr int64_t kBlock = 32;      // neighbours of a row that share a step
+
 constexpr int64_t kStretch = 26;    // tiles of a work item
 constexpr int64_t kHalves = kColumns / kPanel;
 
@@ -40,7 +41,7 @@ struct Blocks {
   }
 
   void pack_row(const float* x, int64_t tile, int64_t row, uint32_t* scratch) {
-    const __m512i ones = _mm512_set1_epi8(1);
+    const __m256i ones = _mm256_set1_epi8(1);
     for (int64_t b = 0; b < blocks; ++b) {
       alignas(64) float edge[kBlock] = {};
       const float* block = x + b * kBlock;
@@ -51,13 +52,13 @@ struct Blocks {
       const float most = largest(block, kBlock);
       const __m512 inverse = _mm512_set1_ps(127.0f / most);
       alignas(64) int8_t codes[kBlock];
-      for (int i = 0; i < 4; ++i)
+      for (int64_t i = 0; i < kBlock / 16; ++i)
         _mm_store_si128(reinterpret_cast<__m128i*>(codes + 16 * i),
                         _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(block + 16 * i), inverse))));
-      const __m512i all = _mm512_load_si512(codes);
+      const __m256i sums = _mm256_dpbusd_epi32(_mm256_setzero_si256(), ones, *reinterpret_cast<const __m256i*>(codes));
       const int64_t at = (tile * blocks + b) * kRows + row;
       steps[at] = most / 127.0f;
-      offsets[at] = -128 * _mm512_reduce_add_epi32(_mm512_dpbusd_epi32(_mm512_setzero_si512(), ones, all));
+      offsets[at] = -128 * _mm512_reduce_add_epi32(_mm512_zextsi256_si512(sums));
       std::memcpy(scratch + b * kBlock / Ops::kPair, codes, kBlock);
     }
     spread(scratch, depth(), values.data() + tile * depth() * kRows + row);

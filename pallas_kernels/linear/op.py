@@ -37,7 +37,7 @@ def linear(
         products: how finely activations are held where they meet int8 codes. ``planes``: a row as two int8 planes, an
             element off by at most ``1 / 64516`` of the row's largest; the faster form while reading the codes is the
             bound. For many rows, where the products are: ``bf16``, off by at most ``1 / 512`` of itself, in which codes
-            are exact; and ``blocks``, int8 with a step for every 64 neighbours of a row, off by at most ``1 / 254`` of
+            are exact; and ``blocks``, int8 with a step for every 32 neighbours of a row, off by at most ``1 / 254`` of
             the largest of them. An implementation may hold them more finely. A row's result depends on this choice and
             not on how many rows there are.
         implementation: which code runs; there is no fall-back.

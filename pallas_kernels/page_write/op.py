@@ -6,7 +6,7 @@ import jax
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.errors import require
-from pallas_kernels.page_write import reference
+from pallas_kernels.page_write import native, reference
 
 Implementation = Literal["reference", "xla", "native"]
 
@@ -37,8 +37,6 @@ def page_write(
     wanted = (layers, page_ids.shape[0], kv_heads, head_dim)
     require(k.shape == v.shape == wanted, f"k {k.shape} and v {v.shape} must be {wanted}")
     require(offsets.shape == page_ids.shape, f"offsets {offsets.shape} and page_ids {page_ids.shape} must agree")
-    run = {"reference": reference.page_write, "xla": reference.page_write, "native": reference.page_write}[
-        implementation
-    ]
+    run = {"reference": reference.page_write, "xla": reference.page_write, "native": native.page_write}[implementation]
     with jax.named_scope("page_write"):
         return run(pages, k, v, page_ids, offsets)

@@ -57,7 +57,7 @@ def test_reference_is_the_float64_product(case):
 
 
 PRODUCTS = ("planes", "blocks", "bf16")
-BLOCK = 64
+BLOCK = 32
 
 
 @pytest.mark.parametrize("products", PRODUCTS)
