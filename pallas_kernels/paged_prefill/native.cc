@@ -64,16 +64,32 @@ void multiply(const Number* rows, int64_t row_stride, int64_t stride, const Numb
   tile.each([&](int row, int v, v16 sum) { store(sums + row * kPanel + v * 16, sum); });
 }
 
-const float* key_at(const Problem& z, const Item& item, int64_t position) {
-  if (position >= item.start) return z.k + ((item.offset + position - item.start) * z.kv_heads + item.head) * z.head_dim;
-  const int64_t listed = z.table[item.row * z.width + position / z.page_size];
-  const int64_t id = std::clamp<int64_t>(listed, 0, z.num_pages - 1);
-  return z.pool + ((id * z.kv_heads + item.head) * 2 * z.page_size + position % z.page_size) * z.head_dim;
-}
-
-const float* value_at(const Problem& z, const Item& item, int64_t position) {
-  if (position >= item.start) return z.v + ((item.offset + position - item.start) * z.kv_heads + item.head) * z.head_dim;
-  return key_at(z, item, position) + z.page_size * z.head_dim;
+// Where n keys from position `first` on and their values lie: in pages before the chunk, then in the chunk.
+void find(const Problem& z, const Item& item, int64_t first, int64_t n, const float** keys, const float** values) {
+  const int64_t d = z.head_dim;
+  for (int64_t j = 0, run; j < n; j += run) {
+    const int64_t position = first + j;
+    const float *key, *value;
+    int64_t stride;
+    if (position >= item.start) {
+      const int64_t at = ((item.offset + position - item.start) * z.kv_heads + item.head) * d;
+      key = z.k + at;
+      value = z.v + at;
+      stride = z.kv_heads * d;
+      run = n - j;
+    } else {
+      const int64_t in_page = position % z.page_size, listed = z.table[item.row * z.width + position / z.page_size];
+      const int64_t id = std::clamp<int64_t>(listed, 0, z.num_pages - 1);
+      key = z.pool + ((id * z.kv_heads + item.head) * 2 * z.page_size + in_page) * d;
+      value = key + z.page_size * d;
+      stride = d;
+      run = std::min({n - j, z.page_size - in_page, item.start - position});
+    }
+    for (int64_t i = 0; i < run; ++i) {
+      keys[j + i] = key + i * stride;
+      values[j + i] = value + i * stride;
+    }
+  }
 }
 
 // Packs n keys from position `first` on and their values; what lies behind is zero.
@@ -81,12 +97,12 @@ template <typename Ops>
 void pack_block(const Problem& z, const Item& item, int64_t first, int64_t n, Scratch<Ops>& s) {
   static const std::vector<float> zeros(kMaxHeadDim, 0.0f);
   const int64_t d = z.head_dim, depth = d / Ops::kPair;
-  const float* values[kKeys];
-  for (int64_t j = 0; j < kKeys; ++j) {
-    Ops::pack_row(j < n ? key_at(z, item, first + j) : zeros.data(), d, 1.0f, s.keys.data() + j * depth);
-    values[j] = j < n ? value_at(z, item, first + j) : zeros.data();
-  }
-  for (int64_t j = 0; j < kKeys / Ops::kPair; ++j) Ops::pack_rows(values + j * Ops::kPair, d, s.values.data() + j * d);
+  const float *keys[kKeys], *values[kKeys];
+  find(z, item, first, n, keys, values);
+  std::fill(keys + n, keys + kKeys, zeros.data());
+  std::fill(values + n, values + kKeys, zeros.data());
+  for (int64_t j = 0; j < kKeys; ++j) Ops::pack_row(keys[j], d, 1.0f, s.keys.data() + j * depth);
+  for (int64_t j = 0; j < kKeys; j += Ops::kPair) Ops::pack_rows(values + j, d, s.values.data() + j / Ops::kPair * d);
 }
 
 // The visible keys of 16 queries in a block: [low, high) for each, as distances from the block's first key.
