@@ -104,12 +104,19 @@ struct TileRow {
     body(row, vector, sum);
     rest.each(row, vector + 1, body);
   }
+  template <typename Other, typename Body>
+  [[gnu::always_inline]] void merge(const Other& other, int row, const Body& body) {
+    body(row, sum, other.sum);
+    rest.merge(other.rest, row, body);
+  }
 };
 template <typename Ops>
 struct TileRow<Ops, 0> {
   [[gnu::always_inline]] void multiply_add(const typename Ops::Number*, typename Ops::Vector) {}
   template <typename Body>
   [[gnu::always_inline]] void each(int, int, const Body&) {}
+  template <typename Other, typename Body>
+  [[gnu::always_inline]] void merge(const Other&, int, const Body&) {}
 };
 
 template <typename Ops, int kRows, int kVectors>
@@ -129,6 +136,12 @@ struct Tile {
     row.each(first, 0, body);
     rest.each(body, first + 1);
   }
+  // Calls body(row, sum, the other tile's sum) for every sum; body may change the first.
+  template <typename Other, typename Body>
+  [[gnu::always_inline]] void merge(const Other& other, const Body& body, int first = 0) {
+    row.merge(other.row, first, body);
+    rest.merge(other.rest, body, first + 1);
+  }
 };
 template <typename Ops, int kVectors>
 struct Tile<Ops, 0, kVectors> {
@@ -136,6 +149,8 @@ struct Tile<Ops, 0, kVectors> {
   [[gnu::always_inline]] void multiply_add(const typename Ops::Number*, const Broadcast&, int = 0) {}
   template <typename Body>
   [[gnu::always_inline]] void each(const Body&, int = 0) {}
+  template <typename Other, typename Body>
+  [[gnu::always_inline]] void merge(const Other&, const Body&, int = 0) {}
 };
 
 // How numbers are held and multiplied: kPair neighbours along the summed dimension make one Number.

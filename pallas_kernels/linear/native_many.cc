@@ -10,21 +10,27 @@
 namespace zccp {
 namespace {
 
-constexpr int kRows = 10;           // rows of a tile: 10 rows x 2 vectors of sums leave registers for what comes in
 constexpr int64_t kPanel = 32;      // columns of a panel: 2 vectors
-constexpr int64_t kBlock = 32;      // neighbours of a row that share a step
-
-constexpr int64_t kStretch = 26;    // tiles of a work item
+constexpr int64_t kBlock = 32;      // neighbours of a row that share a step: two vectors
+constexpr int64_t kStretch = 260;   // rows of a work item, about
 constexpr int64_t kHalves = kColumns / kPanel;
 
 // A row of x as numbers along k, to every kRows-th place of its tile.
+template <int kRows>
 void spread(const uint32_t* row, int64_t depth, uint32_t* tile) {
   for (int64_t i = 0; i < depth; ++i) tile[i * kRows] = row[i];
 }
 
+struct Totals {  // a tile of sums that nothing is multiplied into
+  using Number = float;
+  using Sum = v16;
+  using Vector = v16;
+};
+
 // x as int8 codes with a step a block.
 struct Blocks {
   using Ops = Int8Ops;
+  static constexpr int kRows = 7;  // 7 x 2 vectors of sums of a block, and as many of all blocks, fill 28 of the 32 registers
   int64_t k, blocks;
   std::vector<uint32_t> values;  // [tiles, depth, kRows]
   std::vector<float> steps;      // [tiles, blocks, kRows]
@@ -41,7 +47,6 @@ struct Blocks {
   }
 
   void pack_row(const float* x, int64_t tile, int64_t row, uint32_t* scratch) {
-    const __m256i ones = _mm256_set1_epi8(1);
     for (int64_t b = 0; b < blocks; ++b) {
       alignas(64) float edge[kBlock] = {};
       const float* block = x + b * kBlock;
@@ -51,17 +56,16 @@ struct Blocks {
       }
       const float most = largest(block, kBlock);
       const __m512 inverse = _mm512_set1_ps(127.0f / most);
-      alignas(64) int8_t codes[kBlock];
-      for (int64_t i = 0; i < kBlock / 16; ++i)
-        _mm_store_si128(reinterpret_cast<__m128i*>(codes + 16 * i),
-                        _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(block + 16 * i), inverse))));
-      const __m256i sums = _mm256_dpbusd_epi32(_mm256_setzero_si256(), ones, *reinterpret_cast<const __m256i*>(codes));
+      const __m512i low = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(block), inverse));
+      const __m512i high = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(block + 16), inverse));
+      uint32_t* const codes = scratch + b * kBlock / Ops::kPair;
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(codes), _mm512_cvtsepi32_epi8(low));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(codes + 4), _mm512_cvtsepi32_epi8(high));
       const int64_t at = (tile * blocks + b) * kRows + row;
       steps[at] = most / 127.0f;
-      offsets[at] = -128 * _mm512_reduce_add_epi32(_mm512_zextsi256_si512(sums));
-      std::memcpy(scratch + b * kBlock / Ops::kPair, codes, kBlock);
+      offsets[at] = -128 * _mm512_reduce_add_epi32(_mm512_add_epi32(low, high));
     }
-    spread(scratch, depth(), values.data() + tile * depth() * kRows + row);
+    spread<kRows>(scratch, depth(), values.data() + tile * depth() * kRows + row);
   }
 
   // 64 columns of codes to kHalves panels of [depth, kPanel].
@@ -83,28 +87,23 @@ struct Blocks {
     const uint32_t* x = values.data() + tile * depth() * kRows;
     const float* step = steps.data() + tile * blocks * kRows;
     const int32_t* offset = offsets.data() + tile * blocks * kRows;
-    alignas(64) float sums[kRows][kPanel];
+    Tile<Totals, kRows, kPanel / 16> totals;
     for (int64_t b = 0; b < blocks; ++b, step += kRows, offset += kRows) {
-      Tile<Ops, kRows, kPanel / 16> part;
-      part.each([&](int row, int, __m512i& sum) { sum = _mm512_set1_epi32(offset[row]); });
+      Tile<Ops, kRows, kPanel / 16> sums;
+      sums.each([&](int row, int, __m512i& sum) { sum = _mm512_set1_epi32(offset[row]); });
+#pragma GCC unroll 8
       for (int64_t i = 0; i < kBlock / Ops::kPair; ++i, x += kRows, panel += kPanel)
-        part.multiply_add(panel, [&](int row) { return Ops::broadcast(x[row]); });
-      if (b == 0)
-        part.each([&](int row, int v, __m512i sum) { store(sums[row] + v * 16, (v16)_mm512_cvtepi32_ps(sum) * step[row]); });
-      else
-        part.each([&](int row, int v, __m512i sum) {
-          float* const total = sums[row] + v * 16;
-          store(total, load(total) + (v16)_mm512_cvtepi32_ps(sum) * step[row]);
-        });
+        sums.multiply_add(panel, [&](int row) { return Ops::broadcast(x[row]); });
+      totals.merge(sums, [&](int row, v16& total, __m512i sum) { total += (v16)_mm512_cvtepi32_ps(sum) * step[row]; });
     }
-    for (int row = 0; row < kRows; ++row)
-      for (int v = 0; v < kPanel / 16; ++v) result(row, v, load(sums[row] + v * 16));
+    totals.each(result);
   }
 };
 
 // x as pairs of bf16 along k.
 struct Halves {
   using Ops = Bf16Ops;
+  static constexpr int kRows = 10;  // 10 x 2 vectors of sums leave registers for what comes in
   int64_t k, pairs;
   std::vector<uint32_t> values;  // [tiles, pairs, kRows]
 
@@ -123,7 +122,7 @@ struct Halves {
     std::memcpy(tail, x + whole, (k - whole) * sizeof(float));
     Ops::pack_row(x, whole, 1.0f, scratch);
     if (whole < k) Ops::pack_row(tail, 16, 1.0f, scratch + whole / 2);
-    spread(scratch, pairs, values.data() + tile * pairs * kRows + row);
+    spread<kRows>(scratch, pairs, values.data() + tile * pairs * kRows + row);
   }
 
   void pack_codes(const int8_t* codes, int64_t n, int64_t width, uint32_t* panels) const {
@@ -159,6 +158,7 @@ ffi::Error many_rows(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<
   const auto shape = codes.dimensions();  // layers, k, n
   const int64_t rows = x.dimensions()[0], k = shape[1], n = shape[2], at = layer.typed_data()[0];
   if (at < 0 || at >= shape[0]) return ffi::Error::InvalidArgument("linear: layer is outside the stack");
+  constexpr int64_t kRows = Form::kRows, kTiles = kStretch / kRows;  // tiles of a work item
   const int64_t tiles = (rows + kRows - 1) / kRows, blocks = (n + kColumns - 1) / kColumns;
   static thread_local Form kept;  // its memory serves the next call too
   Form& form = kept;
@@ -175,11 +175,11 @@ ffi::Error many_rows(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<
   });
   const int8_t* matrix = codes.typed_data() + at * k * n;
   const float* scales = scale.typed_data() + at * n;
-  parallel_for(pool, blocks * ((tiles + kStretch - 1) / kStretch), [&](int64_t item) {
+  parallel_for(pool, blocks * ((tiles + kTiles - 1) / kTiles), [&](int64_t item) {
     static thread_local std::vector<uint32_t> panels;
     panels.resize(form.depth() * kColumns);
     const int64_t first = item % blocks * kColumns, width = std::min(kColumns, n - first);
-    const int64_t begin = item / blocks * kStretch, end = std::min(tiles, begin + kStretch);
+    const int64_t begin = item / blocks * kTiles, end = std::min(tiles, begin + kTiles);
     form.pack_codes(matrix + first, n, width, panels.data());
     alignas(64) float factors[kColumns] = {};
     std::memcpy(factors, scales + first, width * sizeof(float));
