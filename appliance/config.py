@@ -271,7 +271,8 @@ def worker_environment(metrics: Path) -> dict[str, str]:
 def engine_environment(config: ApplianceConfig, metrics: Path) -> dict[str, str]:
     """The environment of the engine process.
 
-    Device memory is given out by the page pool, so XLA's own preallocation is off.
+    Device memory is given out by the page pool, so XLA's own preallocation is off. On a CPU every program run takes its
+    scratch memory from malloc: huge pages make that ten times fewer page faults.
     """
     environment = {
         **_inherited(),
@@ -282,6 +283,7 @@ def engine_environment(config: ApplianceConfig, metrics: Path) -> dict[str, str]
     }
     if not config.engine.target or config.engine.target.startswith("cpu"):
         environment["JAX_PLATFORMS"] = "cpu"
+        environment.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
     environment.setdefault("CUDA_VISIBLE_DEVICES", str(config.gpu.device_id))
     environment.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     return environment
