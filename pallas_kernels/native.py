@@ -15,8 +15,7 @@ import jax
 
 CALLS = (
     "zccp_linear_planes",
-    "zccp_linear_blocks",
-    "zccp_linear_bf16",
+    *(f"zccp_linear_{form}{gate}" for form in ("blocks", "bf16") for gate in ("", "_silu", "_gelu")),
     "zccp_paged_decode",
     "zccp_paged_prefill",
     "zccp_page_write",

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.linear.op import Int8Weight, Products, linear
+from pallas_kernels.linear.op import Gate, Int8Weight, Products, gated_linear, linear
 from pallas_kernels.page_write.op import page_write
 from pallas_kernels.paged_decode.op import paged_decode
+from pallas_kernels.paged_prefill.op import Products as AttentionProducts
 from pallas_kernels.paged_prefill.op import paged_prefill
 from pallas_kernels.paged_prefill.reference import row_of_token
 from pallas_kernels.sample.op import Sampled, SampleRows, sample
@@ -41,9 +42,8 @@ class Numerics:
     """How the arithmetic of a program is done.
 
     ``implementation`` names the code path of every op. Attention products of a prefill are in bf16 unless the weights
-    are float32; int8 weights take activations in two int8 planes in decode and in the head, and as PREFILL_PRODUCTS says
-    in a prefill. Everything between products is
-    float32, or bf16 for bf16 weights.
+    are float32. int8 weights take activations in two int8 planes in decode and in the head, and in a prefill as
+    PREFILL_PRODUCTS says. Everything between products is float32, or bf16 for bf16 weights.
     """
 
     form: WeightForm
@@ -55,9 +55,9 @@ class Numerics:
         return jnp.dtype(jnp.bfloat16 if self.form is WeightForm.BF16 else jnp.float32)
 
     @property
-    def attention_dtype(self) -> jnp.dtype:
-        """Type of the operands of attention products in a prefill."""
-        return jnp.dtype(jnp.float32 if self.form is WeightForm.FLOAT32 else jnp.bfloat16)
+    def attention_products(self) -> AttentionProducts:
+        """How the operands of attention products are held in a prefill."""
+        return "float32" if self.form is WeightForm.FLOAT32 else "bf16"
 
 
 class DeviceState(NamedTuple):
@@ -136,15 +136,22 @@ class Layer(nn.Module):
         return self.get_variable("params", name)
 
     def _linear(
-        self, name: str, x: Float[Array, "tokens k"], data: LayerData, context: DecodeContext | PrefillContext
+        self,
+        name: str,
+        x: Float[Array, "tokens k"],
+        data: LayerData,
+        context: DecodeContext | PrefillContext,
+        gate: Gate | None = None,
     ) -> Float[Array, "tokens n"]:
         """A product with a named weight; its input's Gram matrix is sown for whoever calibrates on it."""
         if self.is_mutable_collection("gram"):
             wide = x.astype(jnp.float32)
             self.sow("gram", name, wide.T @ wide, init_fn=tuple, reduce_fn=_newest)
         products = "planes" if isinstance(context, DecodeContext) else PREFILL_PRODUCTS[name]
-        weight = self._weight(name, data.layer)
-        return linear(x, weight, products=products, implementation=self.numerics.implementation).astype(x.dtype)
+        weight, implementation = self._weight(name, data.layer), self.numerics.implementation
+        if gate:
+            return gated_linear(x, weight, gate=gate, products=products, implementation=implementation).astype(x.dtype)
+        return linear(x, weight, products=products, implementation=implementation).astype(x.dtype)
 
     def __call__(
         self,
@@ -191,19 +198,17 @@ class Layer(nn.Module):
                 q, k, v, context.pages, data.layer, context.page_table, context.lengths, data.window,
                 scale=scale, softcap=softcap, implementation=self.numerics.implementation,
             )  # fmt: skip
-        q, k, v = (part.astype(self.numerics.attention_dtype) for part in (q, k, v))
         return paged_prefill(
             q, k, v, context.pages, data.layer, context.page_table, context.starts, context.lengths, context.offsets,
-            data.window, scale=scale, softcap=softcap, implementation=self.numerics.implementation,
+            data.window, scale=scale, softcap=softcap, products=self.numerics.attention_products,
+            implementation=self.numerics.implementation,
         )  # fmt: skip
 
     def _feed_forward(
         self, x: Float[Array, "tokens embed"], data: LayerData, context: DecodeContext | PrefillContext
     ) -> Float[Array, "tokens embed"]:
-        gate, up = jnp.split(self._linear("gate_up", x, data, context), 2, axis=-1)
-        silu = self.architecture.activation is Activation.SILU
-        gate = nn.silu(gate) if silu else nn.gelu(gate, approximate=True)
-        return self._linear("down", gate * up, data, context)
+        gate: Gate = "silu" if self.architecture.activation is Activation.SILU else "gelu"
+        return self._linear("down", self._linear("gate_up", x, data, context, gate), data, context)
 
 
 class Decoder(nn.Module):

@@ -1,4 +1,5 @@
-// linear over many rows: y[r, n] = (x @ codes)[r, n] * scale[n], with x in int8 blocks or in bf16.
+// linear over many rows: y[r, n] = (x @ codes)[r, n] * scale[n], with x in int8 blocks or in bf16; and gated, where column j of
+// the result is gate(y[r, j]) * y[r, n / 2 + j].
 //
 // Bound by the products, 2 * rows * k * n operations. Both operands are packed in the order in which the inner loop reads
 // them: x in tiles of kRows rows, codes in panels of kPanel columns. Blocks: every kBlock neighbours of a row of x have a
@@ -152,14 +153,31 @@ struct Halves {
 #endif
 };
 
-template <typename Form>
-ffi::Error many_rows(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S8> codes, ffi::Buffer<ffi::F32> scale,
-                     ffi::Buffer<ffi::S32> layer, ffi::ResultBuffer<ffi::F32> y) {
+// What becomes of a product's columns: each is a result, or the first half gates the second by `of`.
+struct Plain {
+  static constexpr int64_t kParts = 1;
+};
+struct Silu {
+  static constexpr int64_t kParts = 2;
+  static v16 of(v16 x) { return x / (1.0f + Float32Ops::exp2(x * -1.44269504f)); }
+};
+struct Gelu {  // by tanh: 0.5 x (1 + tanh(u)) = x / (1 + e^(-2 u)), u = sqrt(2 / pi) (x + 0.044715 x^3)
+  static constexpr int64_t kParts = 2;
+  static v16 of(v16 x) { return x / (1.0f + Float32Ops::exp2((x + 0.044715f * x * x * x) * (-2.0f * 0.7978845608f * 1.44269504f))); }
+};
+
+using F32 = ffi::Buffer<ffi::F32>;
+using S8 = ffi::Buffer<ffi::S8>;
+using S32 = ffi::Buffer<ffi::S32>;
+using Out = ffi::ResultBuffer<ffi::F32>;
+
+template <typename Form, typename Gate>
+ffi::Error many_rows(ffi::ThreadPool pool, F32 x, S8 codes, F32 scale, S32 layer, Out y) {
   const auto shape = codes.dimensions();  // layers, k, n
-  const int64_t rows = x.dimensions()[0], k = shape[1], n = shape[2], at = layer.typed_data()[0];
+  const int64_t rows = x.dimensions()[0], k = shape[1], n = shape[2], columns = n / Gate::kParts, at = layer.typed_data()[0];
   if (at < 0 || at >= shape[0]) return ffi::Error::InvalidArgument("linear: layer is outside the stack");
   constexpr int64_t kRows = Form::kRows, kTiles = kStretch / kRows;  // tiles of a work item
-  const int64_t tiles = (rows + kRows - 1) / kRows, blocks = (n + kColumns - 1) / kColumns;
+  const int64_t tiles = (rows + kRows - 1) / kRows, blocks = (columns + kColumns - 1) / kColumns;
   static thread_local Form kept;  // its memory serves the next call too
   Form& form = kept;
   form.reset(tiles, k);
@@ -177,50 +195,67 @@ ffi::Error many_rows(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<
   const float* scales = scale.typed_data() + at * n;
   parallel_for(pool, blocks * ((tiles + kTiles - 1) / kTiles), [&](int64_t item) {
     static thread_local std::vector<uint32_t> panels;
-    panels.resize(form.depth() * kColumns);
-    const int64_t first = item % blocks * kColumns, width = std::min(kColumns, n - first);
-    const int64_t begin = item / blocks * kTiles, end = std::min(tiles, begin + kTiles);
-    form.pack_codes(matrix + first, n, width, panels.data());
-    alignas(64) float factors[kColumns] = {};
-    std::memcpy(factors, scales + first, width * sizeof(float));
+    const int64_t first = item % blocks * kColumns, width = std::min(kColumns, columns - first);
+    const int64_t begin = item / blocks * kTiles, end = std::min(tiles, begin + kTiles), size = form.depth() * kColumns;
+    panels.resize(Gate::kParts * size);
+    alignas(64) float factors[Gate::kParts][kColumns] = {}, gates[kRows][kPanel];
+    for (int64_t part = 0; part < Gate::kParts; ++part) {
+      form.pack_codes(matrix + part * columns + first, n, width, panels.data() + part * size);
+      std::memcpy(factors[part], scales + part * columns + first, width * sizeof(float));
+    }
     for (int64_t half = 0; half * kPanel < width; ++half)
-      for (int64_t tile = begin; tile < end; ++tile)
-        form.multiply(tile, panels.data() + half * form.depth() * kPanel, [&](int row, int v, v16 sum) {
+      for (int64_t tile = begin; tile < end; ++tile) {
+        const uint32_t* panel = panels.data() + half * form.depth() * kPanel;
+        const float* factor = factors[0] + half * kPanel;
+        if constexpr (Gate::kParts == 2) {
+          form.multiply(tile, panel, [&](int row, int v, v16 sum) {
+            store(gates[row] + v * 16, Gate::of(sum * load(factor + v * 16)));
+          });
+          panel += size;
+          factor += kColumns;
+        }
+        form.multiply(tile, panel, [&](int row, int v, v16 sum) {
           const int64_t r = tile * kRows + row, column = half * kPanel + v * 16, left = width - column;
           if (r >= rows || left <= 0) return;
+          v16 result = sum * load(factor + v * 16);
+          if constexpr (Gate::kParts == 2) result *= load(gates[row] + v * 16);
           const __mmask16 inside = left >= 16 ? 0xffff : static_cast<__mmask16>((1u << left) - 1);
-          _mm512_mask_storeu_ps(y->typed_data() + r * n + first + column, inside, (__m512)(sum * load(factors + column)));
+          _mm512_mask_storeu_ps(y->typed_data() + r * columns + first + column, inside, (__m512)result);
         });
+      }
   });
   return ffi::Error::Success();
 }
 
-ffi::Error LinearBlocks(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S8> codes,
-                        ffi::Buffer<ffi::F32> scale, ffi::Buffer<ffi::S32> layer, ffi::ResultBuffer<ffi::F32> y) {
-  return many_rows<Blocks>(pool, x, codes, scale, layer, y);
-}
-
-ffi::Error LinearBf16(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S8> codes, ffi::Buffer<ffi::F32> scale,
-                      ffi::Buffer<ffi::S32> layer, ffi::ResultBuffer<ffi::F32> y) {
-#ifdef __AVX512BF16__
-  return many_rows<Halves>(pool, x, codes, scale, layer, y);
-#else
+#ifndef __AVX512BF16__
+template <typename Gate>
+ffi::Error no_bf16(ffi::ThreadPool, F32, S8, F32, S32, Out) {
   return ffi::Error::Unimplemented("linear: this library was compiled for a CPU without AVX512-BF16");
-#endif
 }
+#endif
 
 }  // namespace
 }  // namespace zccp
 
-#define ZCCP_LINEAR(name, function)                                        \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(name, function,                            \
-                                xla::ffi::Ffi::Bind()                      \
-                                    .Ctx<xla::ffi::ThreadPool>()           \
-                                    .Arg<xla::ffi::Buffer<xla::ffi::F32>>() \
-                                    .Arg<xla::ffi::Buffer<xla::ffi::S8>>()  \
-                                    .Arg<xla::ffi::Buffer<xla::ffi::F32>>() \
-                                    .Arg<xla::ffi::Buffer<xla::ffi::S32>>() \
+#define ZCCP_LINEAR(name, ...)                          \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(name, (__VA_ARGS__),    \
+                                xla::ffi::Ffi::Bind()   \
+                                    .Ctx<xla::ffi::ThreadPool>() \
+                                    .Arg<zccp::F32>()   \
+                                    .Arg<zccp::S8>()    \
+                                    .Arg<zccp::F32>()   \
+                                    .Arg<zccp::S32>()   \
                                     .Ret<xla::ffi::Buffer<xla::ffi::F32>>())
 
-ZCCP_LINEAR(zccp_linear_blocks, zccp::LinearBlocks);
-ZCCP_LINEAR(zccp_linear_bf16, zccp::LinearBf16);
+ZCCP_LINEAR(zccp_linear_blocks, zccp::many_rows<zccp::Blocks, zccp::Plain>);
+ZCCP_LINEAR(zccp_linear_blocks_silu, zccp::many_rows<zccp::Blocks, zccp::Silu>);
+ZCCP_LINEAR(zccp_linear_blocks_gelu, zccp::many_rows<zccp::Blocks, zccp::Gelu>);
+#ifdef __AVX512BF16__
+ZCCP_LINEAR(zccp_linear_bf16, zccp::many_rows<zccp::Halves, zccp::Plain>);
+ZCCP_LINEAR(zccp_linear_bf16_silu, zccp::many_rows<zccp::Halves, zccp::Silu>);
+ZCCP_LINEAR(zccp_linear_bf16_gelu, zccp::many_rows<zccp::Halves, zccp::Gelu>);
+#else
+ZCCP_LINEAR(zccp_linear_bf16, zccp::no_bf16<zccp::Plain>);
+ZCCP_LINEAR(zccp_linear_bf16_silu, zccp::no_bf16<zccp::Silu>);
+ZCCP_LINEAR(zccp_linear_bf16_gelu, zccp::no_bf16<zccp::Gelu>);
+#endif

@@ -1,4 +1,4 @@
-"""linear: contract and choice of implementation for products with float and int8 weights."""
+"""linear: contracts and choice of implementation for products with float and int8 weights, plain and gated."""
 
 from typing import Literal, NamedTuple
 
@@ -10,6 +10,7 @@ from pallas_kernels.linear import native, reference, xla
 
 Implementation = Literal["reference", "xla", "native"]
 Products = Literal["planes", "blocks", "bf16"]
+Gate = Literal["silu", "gelu"]
 
 
 class Int8Weight(NamedTuple):
@@ -48,6 +49,44 @@ def linear(
     Raises:
         ContractError: shapes or dtypes disagree.
     """
+    _require_agreement(x, weight)
+    run = {"reference": reference.linear, "xla": xla.linear, "native": native.linear}[implementation]
+    with jax.named_scope("linear"):
+        return run(x, weight, products=products)
+
+
+def gated_linear(
+    x: Float[Array, "rows k"],
+    weight: Weight,
+    *,
+    gate: Gate,
+    products: Products = "planes",
+    implementation: Implementation,
+) -> Float[Array, "rows half"]:
+    """``gate(y[:, :half]) * y[:, half:]`` of ``y = linear(x, weight)``, whose n columns are two halves.
+
+    Args:
+        x: activations.
+        weight: as for ``linear``; n is even.
+        gate: SiLU, or GELU by its tanh form. Source: GLU variants, arXiv 2002.05202.
+        products: as for ``linear``.
+        implementation: which code runs; there is no fall-back.
+
+    Returns:
+        float32.
+
+    Raises:
+        ContractError: shapes or dtypes disagree.
+    """
+    _require_agreement(x, weight)
+    n = (weight.codes if isinstance(weight, Int8Weight) else weight).shape[-1]
+    require(n % 2 == 0, f"a gated weight has two halves of columns; {n} columns are odd")
+    run = {"reference": reference.gated_linear, "xla": xla.gated_linear, "native": native.gated_linear}[implementation]
+    with jax.named_scope("gated_linear"):
+        return run(x, weight, gate=gate, products=products)
+
+
+def _require_agreement(x: Array, weight: Weight) -> None:
     if isinstance(weight, Int8Weight):
         layers, k, n = weight.codes.shape
         require(weight.codes.dtype == "int8", f"codes are {weight.codes.dtype}; they must be int8")
@@ -55,6 +94,3 @@ def linear(
     else:
         k = weight.shape[0]
     require(x.ndim == 2 and x.shape[1] == k, f"x {x.shape} must be [rows, {k}]")
-    run = {"reference": reference.linear, "xla": xla.linear, "native": native.linear}[implementation]
-    with jax.named_scope("linear"):
-        return run(x, weight, products=products)

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int8
 
+from pallas_kernels.linear.reference import gated
+
 PLANE = 254
 """The second plane holds what rounding the first left, in steps of 1 / 254 of a first-plane step."""
 
@@ -24,6 +26,13 @@ def linear(
     if products != "planes":
         return jnp.dot(x.astype(jnp.bfloat16), codes.astype(jnp.bfloat16), preferred_element_type=jnp.float32) * scale
     return two_planes(x, codes) * scale
+
+
+def gated_linear(
+    x: Float[Array, "rows k"], weight: tuple[Array, Array, Array] | Array, *, gate: str, products: str
+) -> Float[Array, "rows half"]:
+    """See ``op.gated_linear``."""
+    return gated(linear(x, weight, products=products), gate)
 
 
 def two_planes(x: Float[Array, "rows k"], codes: Int8[Array, "k n"]) -> Float[Array, "rows n"]:

@@ -1,4 +1,4 @@
-"""page_write by plain copies in parallel (``native.cc``), into the pool that the caller gave away. float32 pages only."""
+"""page_write by parallel copies (``native.cc``) into the pool that the caller gave away. float32 pages only."""
 
 import jax
 import jax.numpy as jnp

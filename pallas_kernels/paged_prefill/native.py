@@ -22,6 +22,7 @@ def paged_prefill(
     *,
     scale: float,
     softcap: float = 0.0,
+    products: str,
 ) -> Float[Array, "tokens q_heads head_dim"]:
     """See ``op.paged_prefill``; bf16 products become float32 ones on a CPU without them."""
     require(pages.dtype == jnp.float32, f"pages are {pages.dtype}; the native path holds float32 pages")
@@ -29,6 +30,6 @@ def paged_prefill(
     wide = [part.astype(jnp.float32) for part in (q, k, v)]
     out = jax.ffi.ffi_call("zccp_paged_prefill", jax.ShapeDtypeStruct(q.shape, jnp.float32))(
         *wide, pages, layer, page_table, starts, lengths, offsets, window,
-        scale=np.float32(scale), softcap=np.float32(softcap), bf16=q.dtype == jnp.bfloat16,
+        scale=np.float32(scale), softcap=np.float32(softcap), bf16=products == "bf16" or q.dtype == jnp.bfloat16,
     )  # fmt: skip
     return out.astype(q.dtype)

@@ -13,6 +13,7 @@ from pallas_kernels.errors import require
 from pallas_kernels.paged_prefill import native, reference, xla
 
 Implementation = Literal["reference", "xla", "native"]
+Products = Literal["float32", "bf16"]
 
 
 def paged_prefill(
@@ -29,6 +30,7 @@ def paged_prefill(
     *,
     scale: float,
     softcap: float = 0.0,
+    products: Products = "float32",
     implementation: Implementation,
 ) -> Float[Array, "tokens q_heads head_dim"]:
     """Attend causally from every prompt token to its sequence's pages and to the chunk before it.
@@ -46,11 +48,13 @@ def paged_prefill(
         window: 0 attends to everything; w > 0 to the newest w positions, the query's own included.
         scale: factor on the scores.
         softcap: c > 0 replaces a score s by ``c * tanh(s / c)``.
+        products: ``bf16`` rounds float32 queries, keys, values and softmax weights to it where they are multiplied;
+            operands of another dtype are multiplied as they are.
         implementation: which code runs; there is no fall-back.
 
     Returns:
-        The attention output in q's dtype. Products are in q's dtype, softmax and sums in float32. Tokens that belong
-        to no row get finite values without meaning.
+        The attention output in q's dtype; softmax and sums are in float32. Tokens that belong to no row get finite
+        values without meaning.
 
     Raises:
         ContractError: shapes or dtypes disagree.
@@ -72,4 +76,7 @@ def paged_prefill(
         implementation
     ]
     with jax.named_scope("paged_prefill"):
-        return run(q, k, v, pages, layer, page_table, starts, lengths, offsets, window, scale=scale, softcap=softcap)
+        return run(
+            q, k, v, pages, layer, page_table, starts, lengths, offsets, window,
+            scale=scale, softcap=softcap, products=products,
+        )  # fmt: skip

@@ -27,8 +27,10 @@ def paged_prefill(
     *,
     scale: float,
     softcap: float = 0.0,
+    products: str,
 ) -> Float[Array, "tokens q_heads head_dim"]:
-    """See ``op.paged_prefill``."""
+    """See ``op.paged_prefill``; exact products, whatever is asked for."""
+    del products
     tokens, q_heads, head_dim = q.shape
     kv_heads, page_size = pages.shape[2], pages.shape[4]
     row = row_of_token(lengths, offsets, tokens)

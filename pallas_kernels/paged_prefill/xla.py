@@ -38,9 +38,13 @@ def paged_prefill(
     *,
     scale: float,
     softcap: float = 0.0,
+    products: str,
 ) -> Float[Array, "tokens q_heads head_dim"]:
     """See ``op.paged_prefill``."""
     tokens, q_heads, head_dim = q.shape
+    wanted = q.dtype
+    if products == "bf16" and wanted == jnp.float32:
+        q, k, v = (part.astype(jnp.bfloat16) for part in (q, k, v))
     kv_heads = pages.shape[2]
     group = q_heads // kv_heads
     # kv_heads leads, so that each product is one batch of large matrices
@@ -53,7 +57,7 @@ def paged_prefill(
     own = _inside_chunk(grouped, k, v, row, position, window, softcap)
     merged = _history(own, grouped, pages, layer, rows, window, softcap)
     out = finish(merged)  # kv_heads group tokens head_dim
-    return jnp.moveaxis(out, 2, 0).reshape(tokens, q_heads, head_dim).astype(q.dtype)
+    return jnp.moveaxis(out, 2, 0).reshape(tokens, q_heads, head_dim).astype(wanted)
 
 
 def _attend(

@@ -152,6 +152,50 @@ def test_a_nan_stays_in_its_row_and_is_not_rounded_away(fast_implementations, pr
         np.testing.assert_array_equal(got[others], clean[others], implementation)
 
 
+def exact_gate(first: np.ndarray, gate: str) -> np.ndarray:
+    """SiLU, and GELU by its tanh form, in float64."""
+    if gate == "silu":
+        return first / (1 + np.exp(-first))
+    return 0.5 * first * (1 + np.tanh(np.sqrt(2 / np.pi) * (first + 0.044715 * first**3)))
+
+
+@functools.cache
+def compiled_gated(implementation: str, gate: str, products: str):
+    return jax.jit(functools.partial(op.gated_linear, gate=gate, products=products, implementation=implementation))
+
+
+@pytest.mark.parametrize("gate", ["silu", "gelu"])
+@pytest.mark.parametrize("products", PRODUCTS)
+@pytest.mark.parametrize(("rows", "k", "n"), [(1, 64, 128), (273, 131, 214), (11, 96, 50)])
+def test_a_gate_is_the_product_and_then_the_gate(fast_implementations, rows, k, n, products, gate):
+    x, weight = of_case(LinearCase("gated", rows, k, n))
+    for implementation in fast_implementations:
+        both = run(implementation, x, weight, products)
+        wanted = exact_gate(both[:, : n // 2], gate) * both[:, n // 2 :]
+        call = compiled_gated(implementation, gate, products)
+        got = np.asarray(call(jnp.asarray(x), jax.tree.map(jnp.asarray, weight)), np.float64)
+        # the gate's derivative stays below 1.13, so that a few ulp of its input are as many of the result
+        np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=1e-6 * np.abs(both).max() ** 2, err_msg=implementation)
+
+
+@pytest.mark.parametrize("gate", ["silu", "gelu"])
+def test_gates_of_very_large_and_very_small_numbers(fast_implementations, gate):
+    x = np.array([[-1e4], [-100.0], [-1.0], [0.0], [1.0], [100.0], [1e4]], np.float32)
+    weight = Int8Weight(np.array([[[1, 2]]], np.int8), np.ones((1, 2), np.float32), np.int32(0))
+    exact = x[:, 0].astype(np.float64)
+    with np.errstate(over="ignore"):
+        wanted = exact_gate(exact, gate) * 2 * exact
+    for implementation in fast_implementations:
+        call = compiled_gated(implementation, gate, "blocks")
+        got = np.asarray(call(jnp.asarray(x), jax.tree.map(jnp.asarray, weight)))[:, 0]
+        np.testing.assert_allclose(got, wanted, rtol=1e-2, atol=1e-6, err_msg=implementation)
+
+
+def test_a_gated_weight_has_two_halves():
+    with pytest.raises(ContractError, match="5 columns are odd"):
+        inspect.unwrap(op.gated_linear)(zeros(2, 4), zeros(4, 5), gate="silu", implementation="xla")
+
+
 def test_float_weights(implementation):
     rng = np.random.default_rng(5)
     x, matrix = rng.standard_normal((7, 90), dtype=np.float32), rng.standard_normal((90, 40), dtype=np.float32)

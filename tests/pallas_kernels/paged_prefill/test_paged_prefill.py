@@ -109,12 +109,31 @@ def test_bc169_every_head_shape_around_the_edges_of_pages(fast_implementations, 
 
 
 def test_float32_pages_serve_bf16_queries():
-    """The int8 form: bf16 products against float32 pages."""
     (q, k, v, pages), rows = of_case(SMALL[0])
     new = tuple(jnp.asarray(part, jnp.bfloat16) for part in (q, k, v))
     got = run("xla", (*new, pages), 0, rows, 0)
     wanted = prefill_attention(*(np.asarray(p, np.float32) for p in (*new, pages)), 0, *rows, 0, scale=SCALE)
     np.testing.assert_allclose(got[used(rows)], wanted[used(rows)], rtol=0, atol=TOLERANCE["bf16"])
+
+
+@pytest.mark.parametrize("softcap", [0.0, 20.0])
+def test_float32_operands_may_be_multiplied_in_bf16(fast_implementations, softcap):
+    """The int8 form: float32 in and out, bf16 where it is multiplied."""
+    (q, k, v, pages), rows = of_case(SMALL[0])
+    wanted = prefill_attention(q, k, v, pages, 0, *rows, 0, scale=SCALE, softcap=softcap)
+    for implementation in fast_implementations:
+        call = functools.partial(op.paged_prefill, scale=SCALE, softcap=softcap, implementation=implementation)
+        arrays = [*map(jnp.asarray, (q, k, v, pages)), jnp.int32(0), *map(jnp.asarray, rows), jnp.int32(0)]
+        rounded, exact = (
+            np.asarray(jax.jit(functools.partial(call, products=p))(*arrays)) for p in ("bf16", "float32")
+        )
+        assert rounded.dtype == np.float32, implementation
+        np.testing.assert_allclose(
+            rounded[used(rows)], wanted[used(rows)], rtol=0, atol=TOLERANCE["bf16"], err_msg=implementation
+        )
+        np.testing.assert_allclose(
+            exact[used(rows)], wanted[used(rows)], rtol=0, atol=TOLERANCE["float32"], err_msg=implementation
+        )
 
 
 def test_what_lies_in_unused_places_changes_nothing(implementation):
