@@ -15,7 +15,7 @@ import jax
 
 CALLS = (
     "zccp_linear_planes",
-    *(f"zccp_linear_{form}{gate}" for form in ("blocks", "bf16") for gate in ("", "_silu", "_gelu")),
+    *(f"zccp_linear_{form}{gate}" for form in ("blocks16", "blocks32", "bf16") for gate in ("", "_silu", "_gelu")),
     "zccp_paged_decode",
     "zccp_paged_prefill",
     "zccp_page_write",

@@ -31,8 +31,8 @@ from planner.rope import rotary_tables, rotate
 Weights = Mapping[str, Array]
 """The weight tree by name, as ``planner.weights`` specifies it."""
 
-PREFILL_PRODUCTS: Mapping[str, Products] = {"qkv": "bf16", "o": "blocks", "gate_up": "blocks", "down": "bf16"}
-"""How finely each int8 product of a prefill holds its activations; blocks are twice as fast and cost accuracy."""
+PREFILL_PRODUCTS: Mapping[str, Products] = {"qkv": "bf16", "o": "blocks32", "gate_up": "blocks32", "down": "blocks16"}
+"""How finely each int8 product of a prefill holds its activations; coarser ones are faster."""
 
 _OUTSIDE_LAYERS = ("embed", "final_norm", "head", "head.codes", "head.scale")
 

@@ -12,13 +12,11 @@ namespace zccp {
 namespace {
 
 constexpr int64_t kPanel = 32;      // columns of a panel: 2 vectors
-constexpr int64_t kBlock = 32;      // neighbours of a row that share a step: two vectors
 constexpr int64_t kStretch = 260;   // rows of a work item, about
-constexpr int64_t kHalves = kColumns / kPanel;
 
 // A row of x as numbers along k, to every kRows-th place of its tile.
-template <int kRows>
-void spread(const uint32_t* row, int64_t depth, uint32_t* tile) {
+template <int kRows, typename Number>
+void spread(const Number* row, int64_t depth, Number* tile) {
   for (int64_t i = 0; i < depth; ++i) tile[i * kRows] = row[i];
 }
 
@@ -28,12 +26,15 @@ struct Totals {  // a tile of sums that nothing is multiplied into
   using Vector = v16;
 };
 
-// x as int8 codes with a step a block.
+// x as int8 codes with a step for every kBlock neighbours.
+template <int64_t kBlock>
 struct Blocks {
+  static_assert(kBlock % 16 == 0);
   using Ops = Int8Ops;
+  using Number = Ops::Number;
   static constexpr int kRows = 7;  // 7 x 2 vectors of sums of a block, and as many of all blocks, fill 28 of the 32 registers
   int64_t k, blocks;
-  std::vector<uint32_t> values;  // [tiles, depth, kRows]
+  std::vector<Number> values;    // [tiles, depth, kRows]
   std::vector<float> steps;      // [tiles, blocks, kRows]
   std::vector<int32_t> offsets;  // the same: -128 * the sum of a block's codes
 
@@ -47,7 +48,7 @@ struct Blocks {
     offsets.resize(tiles * blocks * kRows);
   }
 
-  void pack_row(const float* x, int64_t tile, int64_t row, uint32_t* scratch) {
+  void pack_row(const float* x, int64_t tile, int64_t row, Number* scratch) {
     for (int64_t b = 0; b < blocks; ++b) {
       alignas(64) float edge[kBlock] = {};
       const float* block = x + b * kBlock;
@@ -57,20 +58,21 @@ struct Blocks {
       }
       const float most = largest(block, kBlock);
       const __m512 inverse = _mm512_set1_ps(127.0f / most);
-      const __m512i low = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(block), inverse));
-      const __m512i high = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(block + 16), inverse));
-      uint32_t* const codes = scratch + b * kBlock / Ops::kPair;
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(codes), _mm512_cvtsepi32_epi8(low));
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(codes + 4), _mm512_cvtsepi32_epi8(high));
+      __m512i sums = _mm512_setzero_si512();
+      for (int64_t i = 0; i < kBlock; i += 16) {
+        const __m512i codes = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(block + i), inverse));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(scratch + (b * kBlock + i) / Ops::kPair), _mm512_cvtsepi32_epi8(codes));
+        sums = _mm512_add_epi32(sums, codes);
+      }
       const int64_t at = (tile * blocks + b) * kRows + row;
       steps[at] = most / 127.0f;
-      offsets[at] = -128 * _mm512_reduce_add_epi32(_mm512_add_epi32(low, high));
+      offsets[at] = -128 * _mm512_reduce_add_epi32(sums);
     }
     spread<kRows>(scratch, depth(), values.data() + tile * depth() * kRows + row);
   }
 
-  // 64 columns of codes to kHalves panels of [depth, kPanel].
-  void pack_codes(const int8_t* codes, int64_t n, int64_t width, uint32_t* panels) const {
+  // 64 columns of codes to two panels of [depth, kPanel].
+  void pack_codes(const int8_t* codes, int64_t n, int64_t width, Number* panels) const {
     alignas(64) int8_t edge[Ops::kPair][kColumns];
     for (int64_t i = 0; i < depth(); ++i) {
       const int8_t* rows[Ops::kPair];
@@ -84,8 +86,8 @@ struct Blocks {
 
   // x @ codes of a tile and a panel; `result` takes each vector of sums.
   template <typename Result>
-  void multiply(int64_t tile, const uint32_t* panel, const Result& result) const {
-    const uint32_t* x = values.data() + tile * depth() * kRows;
+  void multiply(int64_t tile, const Number* panel, const Result& result) const {
+    const Number* x = values.data() + tile * depth() * kRows;
     const float* step = steps.data() + tile * blocks * kRows;
     const int32_t* offset = offsets.data() + tile * blocks * kRows;
     Tile<Totals, kRows, kPanel / 16> totals;
@@ -101,56 +103,57 @@ struct Blocks {
   }
 };
 
-// x as pairs of bf16 along k.
-struct Halves {
+// x as pairs of bf16 along k, or as single floats on a CPU without products of bf16.
+struct Floats {
   using Ops = Bf16Ops;
+  using Number = Ops::Number;
   static constexpr int kRows = 10;  // 10 x 2 vectors of sums leave registers for what comes in
-  int64_t k, pairs;
-  std::vector<uint32_t> values;  // [tiles, pairs, kRows]
+  int64_t k, padded_k;
+  std::vector<Number> values;  // [tiles, depth, kRows]
 
-  int64_t depth() const { return pairs; }
+  int64_t depth() const { return padded_k / Ops::kPair; }
 
   void reset(int64_t tiles, int64_t inputs) {
     k = inputs;
-    pairs = (k + 15) / 16 * 8;
-    values.resize(tiles * pairs * kRows);
+    padded_k = (k + 15) / 16 * 16;
+    values.resize(tiles * depth() * kRows);
   }
 
-#ifdef __AVX512BF16__
-  void pack_row(const float* x, int64_t tile, int64_t row, uint32_t* scratch) {
+  void pack_row(const float* x, int64_t tile, int64_t row, Number* scratch) {
     alignas(64) float tail[16] = {};
     const int64_t whole = k / 16 * 16;
     std::memcpy(tail, x + whole, (k - whole) * sizeof(float));
     Ops::pack_row(x, whole, 1.0f, scratch);
-    if (whole < k) Ops::pack_row(tail, 16, 1.0f, scratch + whole / 2);
-    spread<kRows>(scratch, pairs, values.data() + tile * pairs * kRows + row);
+    if (whole < k) Ops::pack_row(tail, 16, 1.0f, scratch + whole / Ops::kPair);
+    spread<kRows>(scratch, depth(), values.data() + tile * depth() * kRows + row);
   }
 
-  void pack_codes(const int8_t* codes, int64_t n, int64_t width, uint32_t* panels) const {
+  void pack_codes(const int8_t* codes, int64_t n, int64_t width, Number* panels) const {
     alignas(64) int8_t edge[Ops::kPair][kColumns];
-    // codes have at most eight significant bits, so that their upper halves as floats are exact
     const auto wide = [](const int8_t* from) {
       const __m128i narrow = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
       return _mm512_castps_si512(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(narrow)));
     };
-    for (int64_t i = 0; i < pairs; ++i) {
+    for (int64_t i = 0; i < depth(); ++i) {
       const int8_t* rows[Ops::kPair];
       rows_of_codes<Ops::kPair>(codes, i * Ops::kPair, k, n, width, edge, rows);
-      for (int64_t v = 0; v < 4; ++v)
-        _mm512_storeu_si512(panels + (v / 2 * pairs + i) * kPanel + v % 2 * 16,
-                            _mm512_or_si512(_mm512_srli_epi32(wide(rows[0] + v * 16), 16), wide(rows[1] + v * 16)));
+      for (int64_t v = 0; v < 4; ++v) {
+        __m512i column = wide(rows[0] + v * 16);
+        // codes have at most eight significant bits, so that their upper halves as floats are exact
+        if constexpr (Ops::kPair == 2) column = _mm512_or_si512(_mm512_srli_epi32(column, 16), wide(rows[1] + v * 16));
+        _mm512_storeu_si512(panels + (v / 2 * depth() + i) * kPanel + v % 2 * 16, column);
+      }
     }
   }
 
   template <typename Result>
-  void multiply(int64_t tile, const uint32_t* panel, const Result& result) const {
-    const uint32_t* x = values.data() + tile * pairs * kRows;
+  void multiply(int64_t tile, const Number* panel, const Result& result) const {
+    const Number* x = values.data() + tile * depth() * kRows;
     Tile<Ops, kRows, kPanel / 16> sums;
-    for (int64_t i = 0; i < pairs; ++i, x += kRows, panel += kPanel)
+    for (int64_t i = 0; i < depth(); ++i, x += kRows, panel += kPanel)
       sums.multiply_add(panel, [&](int row) { return Ops::broadcast(x[row]); });
     sums.each(result);
   }
-#endif
 };
 
 // What becomes of a product's columns: each is a result, or the first half gates the second by `of`.
@@ -173,6 +176,7 @@ using Out = ffi::ResultBuffer<ffi::F32>;
 
 template <typename Form, typename Gate>
 ffi::Error many_rows(ffi::ThreadPool pool, F32 x, S8 codes, F32 scale, S32 layer, Out y) {
+  using Number = typename Form::Number;
   const auto shape = codes.dimensions();  // layers, k, n
   const int64_t rows = x.dimensions()[0], k = shape[1], n = shape[2], columns = n / Gate::kParts, at = layer.typed_data()[0];
   if (at < 0 || at >= shape[0]) return ffi::Error::InvalidArgument("linear: layer is outside the stack");
@@ -182,7 +186,7 @@ ffi::Error many_rows(ffi::ThreadPool pool, F32 x, S8 codes, F32 scale, S32 layer
   Form& form = kept;
   form.reset(tiles, k);
   parallel_for(pool, tiles, [&](int64_t tile) {
-    static thread_local std::vector<uint32_t> scratch;
+    static thread_local std::vector<Number> scratch;
     static thread_local std::vector<float> zeros;
     scratch.resize(form.depth());
     zeros.resize(k);
@@ -194,7 +198,7 @@ ffi::Error many_rows(ffi::ThreadPool pool, F32 x, S8 codes, F32 scale, S32 layer
   const int8_t* matrix = codes.typed_data() + at * k * n;
   const float* scales = scale.typed_data() + at * n;
   parallel_for(pool, blocks * ((tiles + kTiles - 1) / kTiles), [&](int64_t item) {
-    static thread_local std::vector<uint32_t> panels;
+    static thread_local std::vector<Number> panels;
     const int64_t first = item % blocks * kColumns, width = std::min(kColumns, columns - first);
     const int64_t begin = item / blocks * kTiles, end = std::min(tiles, begin + kTiles), size = form.depth() * kColumns;
     panels.resize(Gate::kParts * size);
@@ -205,7 +209,7 @@ ffi::Error many_rows(ffi::ThreadPool pool, F32 x, S8 codes, F32 scale, S32 layer
     }
     for (int64_t half = 0; half * kPanel < width; ++half)
       for (int64_t tile = begin; tile < end; ++tile) {
-        const uint32_t* panel = panels.data() + half * form.depth() * kPanel;
+        const Number* panel = panels.data() + half * form.depth() * kPanel;
         const float* factor = factors[0] + half * kPanel;
         if constexpr (Gate::kParts == 2) {
           form.multiply(tile, panel, [&](int row, int v, v16 sum) {
@@ -227,35 +231,23 @@ ffi::Error many_rows(ffi::ThreadPool pool, F32 x, S8 codes, F32 scale, S32 layer
   return ffi::Error::Success();
 }
 
-#ifndef __AVX512BF16__
-template <typename Gate>
-ffi::Error no_bf16(ffi::ThreadPool, F32, S8, F32, S32, Out) {
-  return ffi::Error::Unimplemented("linear: this library was compiled for a CPU without AVX512-BF16");
-}
-#endif
-
 }  // namespace
 }  // namespace zccp
 
-#define ZCCP_LINEAR(name, ...)                          \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(name, (__VA_ARGS__),    \
-                                xla::ffi::Ffi::Bind()   \
-                                    .Ctx<xla::ffi::ThreadPool>() \
-                                    .Arg<zccp::F32>()   \
-                                    .Arg<zccp::S8>()    \
-                                    .Arg<zccp::F32>()   \
-                                    .Arg<zccp::S32>()   \
+#define ZCCP_LINEAR(name, ...)                                            \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(name, (__VA_ARGS__),                      \
+                                xla::ffi::Ffi::Bind()                     \
+                                    .Ctx<xla::ffi::ThreadPool>()          \
+                                    .Arg<zccp::F32>()                     \
+                                    .Arg<zccp::S8>()                      \
+                                    .Arg<zccp::F32>()                     \
+                                    .Arg<zccp::S32>()                     \
                                     .Ret<xla::ffi::Buffer<xla::ffi::F32>>())
+#define ZCCP_LINEARS(name, form)                                          \
+  ZCCP_LINEAR(name, zccp::many_rows<form, zccp::Plain>);                  \
+  ZCCP_LINEAR(name##_silu, zccp::many_rows<form, zccp::Silu>);            \
+  ZCCP_LINEAR(name##_gelu, zccp::many_rows<form, zccp::Gelu>)
 
-ZCCP_LINEAR(zccp_linear_blocks, zccp::many_rows<zccp::Blocks, zccp::Plain>);
-ZCCP_LINEAR(zccp_linear_blocks_silu, zccp::many_rows<zccp::Blocks, zccp::Silu>);
-ZCCP_LINEAR(zccp_linear_blocks_gelu, zccp::many_rows<zccp::Blocks, zccp::Gelu>);
-#ifdef __AVX512BF16__
-ZCCP_LINEAR(zccp_linear_bf16, zccp::many_rows<zccp::Halves, zccp::Plain>);
-ZCCP_LINEAR(zccp_linear_bf16_silu, zccp::many_rows<zccp::Halves, zccp::Silu>);
-ZCCP_LINEAR(zccp_linear_bf16_gelu, zccp::many_rows<zccp::Halves, zccp::Gelu>);
-#else
-ZCCP_LINEAR(zccp_linear_bf16, zccp::no_bf16<zccp::Plain>);
-ZCCP_LINEAR(zccp_linear_bf16_silu, zccp::no_bf16<zccp::Silu>);
-ZCCP_LINEAR(zccp_linear_bf16_gelu, zccp::no_bf16<zccp::Gelu>);
-#endif
+ZCCP_LINEARS(zccp_linear_blocks16, zccp::Blocks<16>);
+ZCCP_LINEARS(zccp_linear_blocks32, zccp::Blocks<32>);
+ZCCP_LINEARS(zccp_linear_bf16, zccp::Floats);

@@ -9,7 +9,7 @@ from pallas_kernels.errors import require
 from pallas_kernels.linear import native, reference, xla
 
 Implementation = Literal["reference", "xla", "native"]
-Products = Literal["planes", "blocks", "bf16"]
+Products = Literal["planes", "blocks16", "blocks32", "bf16"]
 Gate = Literal["silu", "gelu"]
 
 
@@ -38,9 +38,9 @@ def linear(
         products: how finely activations are held where they meet int8 codes. ``planes``: a row as two int8 planes, an
             element off by at most ``1 / 64516`` of the row's largest; the faster form while reading the codes is the
             bound. For many rows, where the products are: ``bf16``, off by at most ``1 / 512`` of itself, in which codes
-            are exact; and ``blocks``, int8 with a step for every 32 neighbours of a row, off by at most ``1 / 254`` of
-            the largest of them. An implementation may hold them more finely. A row's result depends on this choice and
-            not on how many rows there are.
+            are exact; and ``blocks16`` and ``blocks32``, int8 with a step for every 16 or 32 neighbours of a row, off
+            by at most ``1 / 254`` of the largest of them. An implementation may hold them more finely. A row's result
+            depends on this choice and not on how many rows there are.
         implementation: which code runs; there is no fall-back.
 
     Returns:

@@ -56,8 +56,7 @@ def test_reference_is_the_float64_product(case):
     assert (error <= rounding(x, full(weight))).all()
 
 
-PRODUCTS = ("planes", "blocks", "bf16")
-BLOCK = 32
+PRODUCTS = ("planes", "blocks16", "blocks32", "bf16")
 
 
 @pytest.mark.parametrize("products", PRODUCTS)
@@ -69,8 +68,8 @@ def test_int8_error_stays_within_its_bound(fast_implementations, case, products)
     if products == "planes":  # half a step of the second plane, an input
         steps = np.abs(x).max(1, keepdims=True) / 127 / 254
         bound = 0.5 * steps * np.abs(matrix).sum(0)
-    elif products == "blocks":  # half a step of each block, an input
-        starts = np.arange(0, case.k, BLOCK)
+    elif products.startswith("blocks"):  # half a step of each block, an input
+        starts = np.arange(0, case.k, int(products.removeprefix("blocks")))
         steps = np.maximum.reduceat(np.abs(x), starts, axis=1) / 127
         bound = 0.5 * steps @ np.add.reduceat(np.abs(matrix), starts, axis=0)
     else:  # bf16 keeps 8 bits of each activation, so it errs by 2^-9 of it
@@ -186,7 +185,7 @@ def test_gates_of_very_large_and_very_small_numbers(fast_implementations, gate):
     with np.errstate(over="ignore"):
         wanted = exact_gate(exact, gate) * 2 * exact
     for implementation in fast_implementations:
-        call = compiled_gated(implementation, gate, "blocks")
+        call = compiled_gated(implementation, gate, "blocks32")
         got = np.asarray(call(jnp.asarray(x), jax.tree.map(jnp.asarray, weight)))[:, 0]
         np.testing.assert_allclose(got, wanted, rtol=1e-2, atol=1e-6, err_msg=implementation)
 
