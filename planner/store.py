@@ -6,6 +6,7 @@ signature and hash are verified, and nothing is loaded that was built from anoth
 instruction sets or from other kernel sources.
 """
 
+import fcntl
 import hashlib
 import json
 import os
@@ -99,9 +100,9 @@ def write_store(
         StoreError: the disk is full or the directory cannot be written; the old store is untouched.
     """
     scratch: Path | None = None
+    lock: int | None = None
     try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+        scratch, lock = _fresh_scratch(directory)
         entries: list[dict[str, Any]] = []
         for bucket, program in programs.items():
             packed = zstandard.compress(serialise(program), _LEVEL)
@@ -124,6 +125,41 @@ def write_store(
     finally:
         if scratch is not None:
             shutil.rmtree(scratch, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def _fresh_scratch(directory: Path) -> tuple[Path, int]:
+    """An empty folder beside a store and the lock that says that its writer lives; removes what killed writers left."""
+    parent, prefix = directory.parent, f".{directory.name}-"
+    parent.mkdir(parents=True, exist_ok=True)
+    guard = os.open(parent, os.O_RDONLY)
+    try:
+        fcntl.flock(guard, fcntl.LOCK_EX)
+        for left in parent.iterdir():
+            if left.name.startswith(prefix) and (lock := _lock(left)) is not None:
+                shutil.rmtree(left, ignore_errors=True)
+                os.close(lock)
+        scratch = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        lock = _lock(scratch)
+        assert lock is not None, "a folder that nobody knows yet is locked"
+        return scratch, lock
+    finally:
+        os.close(guard)
+
+
+def _lock(folder: Path) -> int | None:
+    """A descriptor that holds the folder's lock, None if another one holds it or the folder is gone."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor
 
 
 def _replace(directory: Path, scratch: Path) -> None:

@@ -327,6 +327,23 @@ class TestWriting:
         assert [path.name for path in copy.parent.iterdir()] == [copy.name]
         opened(built_store, copy).verify()
 
+    def test_what_killed_writers_left_is_removed_and_what_a_live_one_writes_is_not(self, built_store, copy):
+        dead, live = copy.with_name(f".{copy.name}-dead"), copy.with_name(f".{copy.name}-live")
+        for folder in (dead, live):
+            folder.mkdir()
+            (folder / "some.zst").write_bytes(b"half")
+        program = (
+            "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], 0), fcntl.LOCK_EX); print(1, flush=True); input()"
+        )
+        command = [sys.executable, "-c", program, str(live)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
+            assert writer.stdout.readline()
+            write_store(copy, built_store.plan, built_store.programs, None, built_store.key)
+            assert {path.name for path in copy.parent.iterdir()} == {copy.name, live.name}
+            writer.communicate(b"\n")
+        write_store(copy, built_store.plan, built_store.programs, None, built_store.key)
+        assert [path.name for path in copy.parent.iterdir()] == [copy.name]
+
     def test_a_new_store_replaces_the_old_one_whole(self, built_store, copy):
         (copy / "left-over.zst").write_bytes(b"")
         key = Ed25519PrivateKey.generate()
