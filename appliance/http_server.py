@@ -12,6 +12,9 @@ from granian.constants import HTTPModes, Interfaces
 from granian.http import HTTP1Settings
 from granian.server.embed import Server
 
+LEAVE_LOGGING_ALONE: dict[str, Any] = {"incremental": True, "handlers": {}}
+"""Keeps granian from setting up ``logging``, which would close every handler of the process and what they write to."""
+
 
 class HttpServer:
     """Serves one ASGI application on the running loop until ``stop``."""
@@ -39,6 +42,7 @@ class HttpServer:
             backpressure=max_connections,
             runtime_blocking_threads=1,
             log_enabled=False,
+            log_dictconfig=LEAVE_LOGGING_ALONE,
         )
         self._task: asyncio.Task[None] | None = None
 

@@ -11,6 +11,8 @@ from typing import Any
 from granian.constants import HTTPModes, Interfaces
 from granian.server.embed import Server
 
+from appliance.http_server import LEAVE_LOGGING_ALONE
+
 
 def free_port() -> int:
     """A TCP port of the loopback interface that nobody listens on."""
@@ -37,6 +39,7 @@ def serving(app: Any) -> Iterator[int]:
         websockets=False,
         backpressure=512,
         log_enabled=False,
+        log_dictconfig=LEAVE_LOGGING_ALONE,
     )
     thread = threading.Thread(target=lambda: loop.run_until_complete(server.serve()), daemon=True)
     thread.start()

@@ -1,0 +1,31 @@
+"""The HTTP server leaves what is not its own alone."""
+
+import io
+import logging
+
+from appliance.http_server import HttpServer
+from tests.support.live_server import free_port
+
+
+async def nothing(scope, receive, send):
+    """An application that is never asked."""
+
+
+def test_making_a_server_closes_no_handler_and_no_stream_of_others() -> None:
+    class Closing(logging.StreamHandler):
+        """Closes its stream with itself, as some libraries' handlers close stderr."""
+
+        def close(self) -> None:
+            self.stream.close()
+            super().close()
+
+    stream = io.StringIO()
+    handler = Closing(stream)
+    logger = logging.getLogger("zccp.test")
+    logger.addHandler(handler)
+    try:
+        HttpServer(nothing, "127.0.0.1", free_port(), http2=False, max_connections=8)
+        logger.warning("still here")
+    finally:
+        logger.removeHandler(handler)
+    assert stream.getvalue() == "still here\n"
