@@ -108,7 +108,10 @@ def _check_collection(value: object, info: "inspect.VarTupleType | inspect.DictT
     if isinstance(info, inspect.DictType):
         if not isinstance(value, Mapping):
             return [_wrong_type(path, value, "a mapping")]
-        return [p for key, item in value.items() for p in _check_value(item, info.value_type, f"{path}.{key}")]
+        problems = [f"{path} has the key {key!r}; it must be text" for key in value if not isinstance(key, str)]
+        return problems + [
+            p for key, item in value.items() for p in _check_value(item, info.value_type, f"{path}.{key}")
+        ]
     if not isinstance(value, list | tuple):
         return [_wrong_type(path, value, "a list")]
     return [p for place, item in enumerate(value) for p in _check_value(item, info.item_type, f"{path}[{place}]")]
@@ -151,8 +154,13 @@ def _number_problem(value: object, info: "inspect.IntType | inspect.FloatType", 
         return _wrong_type(path, value, "a whole number" if whole else "a number")
     low, high = info.ge, info.le
     if (low is not None and not value >= low) or (high is not None and not value <= high):
-        return f"{path} is {value}; it must be between {low:g} and {high:g}"
+        return f"{path} is {value}; it must be between {_bound(low)} and {_bound(high)}"
     return None
+
+
+def _bound(value: float | None) -> str:
+    """A bound in full, without the exponent or the fraction that a whole number needs not."""
+    return str(int(value)) if value is not None and value == int(value) else str(value)
 
 
 def _wrong_type(path: str, value: object, wanted: str) -> str:
@@ -236,6 +244,20 @@ def _host(config: "ApplianceConfig") -> str | None:
     return None
 
 
+def _reference(config: "ApplianceConfig") -> str | None:
+    if not config.model.reference:
+        return "model.reference is empty; it must be a catalogue name, a path or hf:org/name"
+    return None
+
+
+def _paths(config: "ApplianceConfig") -> str | None:
+    places = {"paths.home": config.home, "paths.run": config.run, "auth.keys_file": config.keys_file}
+    for key, place in places.items():
+        if "\0" in str(place):
+            return f"{key} is {str(place)!r}; a path has no NUL character"
+    return None
+
+
 def _aliases(config: "ApplianceConfig") -> str | None:
     for alias, target in config.model.aliases.items():
         if not alias or alias == config.model.name:
@@ -247,15 +269,19 @@ def _aliases(config: "ApplianceConfig") -> str | None:
 
 def _origins(config: "ApplianceConfig") -> str | None:
     for origin in config.server.cors_origins:
-        parts = urlsplit(origin)
-        if origin != "*" and (parts.scheme not in ("http", "https") or not parts.netloc or parts.path):
+        try:
+            parts = urlsplit(origin)
+            right = parts.scheme in ("http", "https") and bool(parts.netloc) and not parts.path
+        except ValueError:
+            right = False
+        if origin != "*" and not right:
             return f"server.cors_origins has {origin!r}; an origin is * or http(s)://host[:port] without a path"
     return None
 
 
 _RULES: tuple[Callable[["ApplianceConfig"], str | None], ...] = (
     _host, _origins, _segment_size, _segments_per_worker, _page_size, _prefill_chunk, _redis_url, _mask_patterns,
-    _aliases, _log_prompts,
+    _reference, _aliases, _log_prompts, _paths,
 )  # fmt: skip
 
 
