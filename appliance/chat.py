@@ -72,10 +72,10 @@ class Conversation:
             except httpx.HTTPError as error:
                 raise ChatError(_unreachable(self._settings.url, error)) from error
             _check(response, response.content)
-            models: list[dict[str, Any]] = response.json().get("data") or []
-            if not models:
-                raise ChatError(f"{self._settings.url} serves no model")
-            self._model = str(models[0]["id"])
+            try:
+                self._model = str(response.json()["data"][0]["id"])
+            except (ValueError, LookupError, TypeError) as error:
+                raise ChatError(f"{self._settings.url} names no model; is it an appliance's address?") from error
         return self._model
 
     def ask(self, text: str, answer: Answer) -> Iterator[str]:

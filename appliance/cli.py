@@ -341,7 +341,7 @@ def bench(name: str, options: Sequence[str], as_json: bool) -> None:
 @main.command()
 @click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="Where the appliance listens.")
 @click.option("--model", default="", help="Model to talk to; default: the served one.")
-@click.option("--key-file", type=click.File(), help="File with the API key; default: $ZCCP_API_KEY.")
+@click.option("--key-file", type=click.File("rb"), help="File with the API key; default: $ZCCP_API_KEY.")
 @click.option("--system", default="", help="System message.")
 @click.option("--max-tokens", type=click.IntRange(min=1), help="Longest answer.")
 @click.option("--temperature", type=click.FloatRange(0, 2), help="0 = always the likeliest token.")
@@ -351,12 +351,18 @@ def chat(as_json: bool, key_file: Any, **options: Any) -> None:
     from appliance.chat import ChatSettings, Conversation, say, talk  # noqa: PLC0415
     from appliance.config import client_key  # noqa: PLC0415
 
-    key = key_file.read().strip() if key_file is not None else client_key()
+    key = key_file.read().decode("latin-1").strip() if key_file is not None else client_key()
+    if key and not (key.isascii() and key.isprintable()):
+        raise Misuse("the API key must be one line of ASCII characters; check --key-file", as_json=as_json)
     conversation = Conversation(ChatSettings(key=key, **options))
     if sys.stdin.isatty() and not as_json:
         talk(conversation, _typed_lines(), sys.stdout, sys.stderr)
         return
-    text = sys.stdin.read().strip()
+    try:
+        text = sys.stdin.buffer.read().decode("utf-8").strip()
+    except UnicodeDecodeError as error:
+        problem = f"standard input is no UTF-8 from byte {error.start} on; convert it first"
+        raise Misuse(problem, as_json=as_json) from error
     if not text:
         raise Misuse("standard input is empty; give a message, or run in a terminal", as_json=as_json)
     answer = say(conversation, text, sys.stderr if as_json else sys.stdout, sys.stderr)

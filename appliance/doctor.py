@@ -137,6 +137,7 @@ def _programs(config: ApplianceConfig) -> Finding:
     directory = store_directory(config.home, folder, plan)
     try:
         store = open_store(directory, plan, local_key(key_file).public_key())
+        store.verify()
     except StoreError as error:
         return Finding("programs", "failed", str(error), "zccp build")
     return Finding("programs", "ok", f"{len(store.entries)} programs for {plan.target} in {directory}")

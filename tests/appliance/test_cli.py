@@ -32,7 +32,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result
     monkeypatch.setenv("ZCCP_RUN", str(tmp_path / "run"))
     monkeypatch.delenv("ZCCP_CONFIG", raising=False)
 
-    def invoke(*arguments: str, stdin: str = "") -> Result:
+    def invoke(*arguments: str, stdin: str | bytes = "") -> Result:
         return CliRunner().invoke(cli.main, list(arguments), input=stdin)
 
     return invoke
@@ -260,6 +260,28 @@ def test_refusals_and_cuts_are_told_in_words() -> None:
     assert "401: no such key" in notes.getvalue()
     with pytest.raises(ChatError, match="broke off before its end"):
         say(conversation(server(["one"], [], cut=True)), "a", StringIO(), StringIO())
+
+
+def test_what_is_no_appliance_is_told_apart() -> None:
+    for content in (b"<html>", b"[]", b'{"data": []}', b'{"data": 5}'):
+        page = httpx.MockTransport(lambda _, content=content: httpx.Response(200, content=content))
+        with pytest.raises(ChatError, match=r"^http://x names no model; is it an appliance's address\?"):
+            conversation(page).model()
+
+
+def test_a_message_and_a_key_that_cannot_be_sent_are_misuse(run: Callable[..., Result], tmp_path: Path) -> None:
+    message = run("chat", stdin=b"ab\xff")
+    assert (message.exit_code, message.stderr) == (
+        2,
+        "zccp: standard input is no UTF-8 from byte 2 on; convert it first\n",
+    )
+    for content in (b"k\xffy", "k\u00e9y".encode(), b"k\ny"):
+        (tmp_path / "key").write_bytes(content)
+        key = run("chat", "--key-file", str(tmp_path / "key"), stdin="hello")
+        assert (key.exit_code, key.stderr) == (
+            2,
+            "zccp: the API key must be one line of ASCII characters; check --key-file\n",
+        )
 
 
 def test_nobody_listening_is_told_with_the_remedy(run: Callable[..., Result]) -> None:

@@ -152,6 +152,9 @@ def test_a_changed_program_is_refused(copied_home: Path, tmp_path: Path) -> None
     program.write_bytes(program.read_bytes()[:-1] + b"\0")
     said = refusal(copied_home, tmp_path)
     assert f"{program} is not the file that was signed" in said
+    doctor = zccp("doctor", "--config", str(write_config(tmp_path, copied_home)))
+    assert doctor.returncode == 1
+    assert f"{program} is not the file that was signed" in doctor.stdout
 
 
 def test_another_weight_form_has_a_store_of_its_own(copied_home: Path, tmp_path: Path) -> None:
