@@ -25,13 +25,14 @@ from api.ports import ModelCard, TextCodec
 from api.settings import ApiSettings, Clock
 from appliance.assignment import Assignment, Notice, read_assignment, send_notice
 from appliance.gateway_worker import LinkSettings, WorkerGateway
-from appliance.host.ledger import Ledger
+from appliance.host.ledger import Ledger, LedgerError
 from appliance.host.process import die_with_parent
-from appliance.host.segments import SegmentFile, share
+from appliance.host.segments import SegmentError, SegmentFile, share
 from appliance.http_server import HttpServer
-from appliance.keys import FileKeyRing
+from appliance.keys import FileKeyRing, KeyFileError
 from appliance.model.codec import Codec
-from appliance.model.record import read_record
+from appliance.model.record import ModelRecordError, read_record
+from appliance.model.tokenizer import TokenizerError
 from appliance.telemetry import Metrics, WorkerObserver, configure_logging
 
 CLOSE_GRACE_S = 2.0
@@ -63,13 +64,18 @@ def run(assignment: Assignment, load_text: LoadText) -> int:
         load_text: gives the codec and the card of the served model.
 
     Returns:
-        The exit code: 0 after a drain, 1 when the server failed.
+        The exit code: 0 after a drain, 1 when a file that it needs is damaged or the server failed.
     """
     die_with_parent(assignment.parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     configure_logging(assignment.config.log.level, assignment.name)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(assignment, load_text))
+        try:
+            return runner.run(_serve(assignment, load_text))
+        except (KeyFileError, LedgerError, ModelRecordError, SegmentError, TokenizerError) as error:
+            send_notice(assignment.notify_fd, Notice(state="failed", reason=str(error)))
+            _log.error("the worker ends", cause=str(error), kind=type(error).__name__)
+            return 1
 
 
 async def _serve(assignment: Assignment, load_text: LoadText) -> int:

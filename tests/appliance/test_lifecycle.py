@@ -238,6 +238,27 @@ def test_a_load_failure_ends_with_its_cause(tmp_path: Path) -> None:
     assert ended["ended"] == "exit code 1: the weights are damaged"
 
 
+@pytest.mark.parametrize(
+    ("name", "cause"),
+    [
+        (
+            "keys.json",
+            "keys file {} is damaged: JSON is malformed: invalid character (byte 0); restore it from a backup",
+        ),
+        ("usage.bin", "{} is no usage file of version 1; move it away to start a new one"),
+    ],
+)
+def test_a_damaged_file_of_a_worker_ends_the_node_with_its_cause_alone(tmp_path: Path, name: str, cause: str) -> None:
+    damaged = tmp_path / "home" / name
+    damaged.parent.mkdir()
+    damaged.write_text("x")
+    with node(tmp_path) as running:
+        assert running.process.wait(20) == 1
+        (ended,) = [line for line in running.lines() if line["event"] == "a child process ended; the appliance stops"]
+    assert (ended["child"], ended["ended"]) == ("worker-0", f"exit code 1: {cause.format(damaged)}")
+    assert "Traceback" not in running.log.read_text()
+
+
 def test_a_killed_engine_ends_streams_with_a_typed_error_and_the_node_with_1(tmp_path: Path) -> None:
     with node(tmp_path, delay_ms=20) as running:
         running.wait_ready()
