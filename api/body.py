@@ -19,7 +19,7 @@ from api.errors import (
     UnknownFieldError,
     quoted,
 )
-from api.exchange import CLIENT_LEFT, Exchange
+from api.exchange import Exchange
 from api.settings import ApiSettings
 
 _Request = TypeVar("_Request")
@@ -38,6 +38,8 @@ async def read_body(exchange: Exchange, settings: ApiSettings) -> bytes | bytear
         MediaTypeError: the declared type, charset or content coding is not plain JSON in UTF-8.
         BodyTooLargeError: it passes ``max_body_bytes``, by its declared length or while it arrives.
         BodyTimeoutError: it did not arrive within ``body_timeout_s``.
+        MalformedBodyError: it ended before its declared end; the server says no more than that the client is done, so a
+            client that has left gets the same answer as one whose chunks cannot be read.
     """
     _check_media_type(exchange)
     declared = exchange.header(b"content-length")
@@ -57,9 +59,7 @@ async def _collect(exchange: Exchange, settings: ApiSettings) -> bytes | bytearr
     while True:
         message = await exchange.receive()
         if message["type"] != "http.request":
-            exchange.give_up(CLIENT_LEFT)
-            await asyncio.sleep(0)
-            raise ConnectionError(CLIENT_LEFT)
+            raise MalformedBodyError(f"the body broke off or is badly framed after {len(held)} bytes; send all of it")
         part = message.get("body", b"")
         more = message.get("more_body", False)
         if len(held) + len(part) > settings.max_body_bytes:

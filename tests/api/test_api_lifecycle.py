@@ -147,7 +147,7 @@ def test_leaving_a_batch_cancels_each_generation_once() -> None:
     assert engine.cancels == [[None]] * 3
 
 
-def test_leaving_in_mid_body_runs_nothing() -> None:
+def test_a_body_that_breaks_off_is_refused_and_runs_nothing() -> None:
     rig = Rig()
 
     async def run() -> None:
@@ -155,11 +155,14 @@ def test_leaving_in_mid_body_runs_nothing() -> None:
         task = asyncio.ensure_future(rig.call("POST", CHAT, [b'{"model":'], callers=callers, stalls=True))
         await asyncio.sleep(0.01)
         callers[0].leave()
-        assert (await asyncio.wait_for(task, 1)).status == 0
+        reply = await asyncio.wait_for(task, 1)
+        assert reply.status == 400
+        assert reply.json()["error"]["code"] == "invalid_json"
+        assert reply.json()["error"]["message"] == "the body broke off or is badly framed after 9 bytes; send all of it"
 
     asyncio.run(run())
     assert not rig.engine.requests
-    assert rig.observer.records[0].status == 499
+    assert (rig.observer.records[0].status, rig.observer.records[0].error) == (400, "invalid_json")
 
 
 def test_bc094_normal_completion_never_cancels() -> None:

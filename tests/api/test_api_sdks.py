@@ -255,6 +255,18 @@ def test_bc096_a_socket_that_is_not_read_is_dropped_without_a_clean_end(live: Li
     assert not tail.endswith(b"0\r\n\r\n")
 
 
+@pytest.mark.parametrize("rest", [b"zz\r\n{}\r\n0\r\n\r\n", b"-5\r\n{}\r\n", b"2\r\n{", b"2\r\n{}\r\n"])
+def test_badly_framed_and_half_sent_bodies_are_the_clients_fault(live: Live, rest: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", live.port), timeout=5) as connection:
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\nx-api-key: {KEY}\r\ntransfer-encoding: chunked\r\n\r\n"
+        connection.sendall(head.encode() + rest)
+        connection.shutdown(socket.SHUT_WR)
+        answer = connection.makefile("rb").read()
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"the body broke off or is badly framed after " in answer
+    live.settle(lambda: [record.status for record in live.rig.observer.records] == [400])
+
+
 def test_keep_alive_expect_and_early_refusal(live: Live) -> None:
     connection = live.connect("POST", MESSAGES, message())
     assert connection.recv(65536).startswith(b"HTTP/1.1 200")
