@@ -133,5 +133,6 @@ def connect(path: Path) -> socket.socket:
         peer.connect(str(path))
     except OSError as error:
         peer.close()
-        raise ChannelError(f"no engine at {path}: {error.strerror or error}") from error
+        # clients of the API read this: the socket's name, and not where it is
+        raise ChannelError(f"no engine at {path.name}: {error.strerror or error}") from error
     return peer

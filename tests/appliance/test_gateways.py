@@ -269,7 +269,7 @@ def test_starting_then_ready_then_draining(tmp_path: Path) -> None:
         async with pair(tmp_path, connect=False) as both:
             await asyncio.sleep(0.01)
             assert both.worker.status().state == "starting"
-            assert "no engine at" in both.worker.status().reason
+            assert both.worker.status().reason == f"no engine at {both.path.name}: No such file or directory"
             with pytest.raises(NotReadyError, match="the engine is starting"):
                 await both.worker.submit(request(1))
             gateway = EngineGateway(both.path, both.segments, 4, both.clock.seconds)
