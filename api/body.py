@@ -128,7 +128,8 @@ def _check_media_type(exchange: Exchange) -> None:
 
 def _too_large(size: int, settings: ApiSettings) -> BodyTooLargeError:
     return BodyTooLargeError(
-        f"the body has {size} bytes or more; at most {settings.max_body_bytes} are taken: send less, or raise the limit"
+        f"the body has {size} bytes or more; at most {settings.max_body_bytes} are taken: send less, or raise"
+        " server.max_body_mb"
     )
 
 

@@ -258,8 +258,7 @@ def open_store(directory: Path, plan: Plan, key: Ed25519PublicKey) -> ProgramSto
     text = manifest_path.read_bytes()
     if not signature_path.is_file() or not verifies(key, signature_path.read_bytes(), text):
         raise StoreUntrustedError(
-            f"the manifest in {directory} is not signed by the expected key; rebuild it with: zccp build, or name the "
-            "public key of its builder in the configuration"
+            f"the manifest in {directory} is not signed by the key of this state directory; rebuild it with: zccp build"
         )
     manifest = json.loads(text)
     found = differences(manifest, plan)

@@ -134,18 +134,20 @@ def test_nothing_there(built_store, tmp_path):
 class TestTrust:
     def test_unsigned(self, built_store, copy):
         (copy / SIGNATURE).unlink()
-        with pytest.raises(StoreUntrustedError, match=f"the manifest in {copy} is not signed by the expected key"):
+        with pytest.raises(
+            StoreUntrustedError, match=f"the manifest in {copy} is not signed by the key of this state directory"
+        ):
             opened(built_store, copy)
 
     def test_signed_by_another_key(self, built_store, copy):
         edit_manifest(copy, Ed25519PrivateKey.generate(), lambda document: None)
-        with pytest.raises(StoreUntrustedError, match="is not signed by the expected key"):
+        with pytest.raises(StoreUntrustedError, match="is not signed by the key of this state directory"):
             opened(built_store, copy)
 
     def test_a_manifest_changed_after_signing(self, built_store, copy):
         text = (copy / MANIFEST).read_bytes()
         (copy / MANIFEST).write_bytes(text.replace(b'"schema": 1', b'"schema":  1'))
-        with pytest.raises(StoreUntrustedError, match="is not signed by the expected key"):
+        with pytest.raises(StoreUntrustedError, match="is not signed by the key of this state directory"):
             opened(built_store, copy)
 
     def test_a_program_changed_after_signing_is_never_unpickled(self, built_store, copy, monkeypatch):
