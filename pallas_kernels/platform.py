@@ -9,7 +9,7 @@ _RELEVANT = (
     "amx", "avx", "bmi", "f16c", "fma", "movbe", "sse4", "asimd", "bf16", "i8mm", "sve",
 )  # fmt: skip
 
-NATIVE_FEATURES = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512_vnni"})
+NATIVE_FEATURES = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"})
 """Instruction sets without which the native CPU kernels cannot run."""
 
 
