@@ -180,9 +180,12 @@ def load_text(assignment: Assignment) -> tuple[TextCodec, ModelCard]:
     folder, config = Path(assignment.model), assignment.config
     record = read_record(folder)
     name = config.model.name or record.name
+    aliases = {alias: target in (name, record.name) for alias, target in config.model.aliases.items()}
+    for alias in (alias for alias, is_served in aliases.items() if not is_served):
+        _log.warning("alias of a model that is not served", alias=alias, of=config.model.aliases[alias], served=name)
     card = ModelCard(
         name=name,
-        aliases=tuple(alias for alias, target in config.model.aliases.items() if target in (name, record.name)),
+        aliases=tuple(alias for alias, is_served in aliases.items() if is_served),
         created=record.created,
         context=config.context_of(record.context),
         vocab=record.read_architecture().vocab,
