@@ -12,6 +12,7 @@ import numpy as np
 
 from appliance.config import ApplianceConfig
 from appliance.model.checkpoint import Progress
+from appliance.model.checksums import is_sealed
 from appliance.model.library import ModelLibrary
 from appliance.model.record import read_record, weights_folder
 from appliance.model.store import convert
@@ -55,7 +56,7 @@ def convert_model(
     library = ModelLibrary(home)
     folder = library.ensure(reference, progress)
     weights = weights_folder(folder, form)
-    if weights.is_dir() and not force:
+    if is_sealed(weights) and not force:
         return Converted(folder, weights, form, fresh=False)
     checkpoint = library.open(folder)
     transform = None

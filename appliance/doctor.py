@@ -109,6 +109,7 @@ def _keys(config: ApplianceConfig) -> Finding:
 def _model(config: ApplianceConfig) -> Finding:
     from appliance.model.library import ModelLibrary  # noqa: PLC0415 - reads numpy
     from appliance.model.record import read_record, weights_folder  # noqa: PLC0415 - reads numpy
+    from appliance.model.store import StoreError, check_weights  # noqa: PLC0415 - reads jax
     from appliance.planning import plan_for  # noqa: PLC0415 - reads numpy
 
     reference = config.model.reference
@@ -119,6 +120,11 @@ def _model(config: ApplianceConfig) -> Finding:
     form = plan_for(config, record).weight_form
     if not weights_folder(folder, form).is_dir():
         return Finding("model", "failed", f"{record.name} has no {form} weights", f"zccp convert {reference}")
+    try:
+        check_weights(weights_folder(folder, form))
+    except StoreError as error:
+        cause, _, remedy = str(error).rpartition("; ")
+        return Finding("model", "failed", cause, remedy)
     return Finding("model", "ok", f"{record.name}, {form} weights, in {folder}")
 
 

@@ -19,6 +19,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from appliance.model.checkpoint import Checkpoint, CheckpointError, Progress, no_progress
+from appliance.model.checksums import broken_seals, seal
 from appliance.model.disk import check_space
 from planner.formats import WeightForm
 from planner.weights import WeightSpec, weight_specs
@@ -86,10 +87,12 @@ def restore(path: Path, specs: Mapping[str, WeightSpec], placement: Placement | 
         placement: where each array goes; the default is the first device.
 
     Raises:
-        StoreError: there is no checkpoint, or its tree, shapes or number formats are not the expected ones.
+        StoreError: there is no checkpoint, its files are not those that were written, or its tree, shapes or number
+            formats are not the expected ones.
     """
     if not path.is_dir():
         raise StoreError(f"{path}: no converted weights; run zccp convert")
+    check_weights(path)
     single = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     wanted = {
         name: jax.ShapeDtypeStruct(
@@ -107,6 +110,20 @@ def restore(path: Path, specs: Mapping[str, WeightSpec], placement: Placement | 
         raise StoreError(
             f"{path}: cannot be read ({_reason(error)}); delete the folder and run zccp convert"
         ) from error
+
+
+def check_weights(path: Path) -> None:
+    """Check that the files of converted weights are those that ``convert`` wrote.
+
+    Raises:
+        StoreError: a file is missing, new, changed or cannot be read.
+    """
+    try:
+        faults = broken_seals(path)
+    except (OSError, ValueError) as error:
+        faults = [f"its checksums cannot be read ({error})"]
+    if faults:
+        raise StoreError(f"{path}: {'; '.join(faults[:3])}; run zccp convert --force")
 
 
 def _in_form(tree: dict[str, np.ndarray], specs: Mapping[str, WeightSpec]) -> dict[str, np.ndarray]:
@@ -130,6 +147,7 @@ def _save(tree: Mapping[str, np.ndarray], destination: Path, progress: Progress)
         with _quiet_orbax(), ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(part, dict(tree))
             checkpointer.wait_until_finished()
+        seal(part)
         if destination.exists():
             destination.rename(old)
         part.rename(destination)

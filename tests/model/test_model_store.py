@@ -1,8 +1,7 @@
 """Conversion and restoring: exact, straight to placement, all or nothing."""
 
 import errno
-import subprocess
-import sys
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +11,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
+from appliance.model.checksums import CHECKSUMS
 from appliance.model.disk import DiskSpaceError
 from appliance.model.opening import open_checkpoint
 from appliance.model.store import StoreError, convert, restore
@@ -138,24 +138,36 @@ def test_other_forms_damage_and_absence_are_told_apart(tmp_path, checkpoint):
         restore(tmp_path / "w", weight_specs(checkpoint.architecture, WeightForm.BF16))
 
 
-def test_truncated_weights_are_named(tmp_path, checkpoint):
-    """In a process of its own: the readers of the other arrays complain after the first has failed."""
+def largest_file(folder: Path) -> Path:
+    return max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda folder: os.truncate(largest_file(folder), 100), "has been changed"),
+        (lambda folder: flip(largest_file(folder)), "has been changed"),
+        (lambda folder: largest_file(folder).unlink(), "is missing"),
+        (lambda folder: (folder / "d" / "more").write_bytes(b"1"), "d/more is not one of its files"),
+        (lambda folder: (folder / CHECKSUMS).write_text("["), "its checksums cannot be read"),
+        (lambda folder: (folder / CHECKSUMS).write_text("[]"), "holds no map of files"),
+        (lambda folder: (folder / CHECKSUMS).unlink(), "its checksums cannot be read"),
+    ],
+    ids=["truncated", "one bit", "a file less", "a file more", "damaged list", "no map", "no list"],
+)
+def test_damaged_weights_are_refused_before_they_are_read(tmp_path, checkpoint, damage, words):
     convert(checkpoint, tmp_path / "w", WeightForm.FLOAT32)
-    for file in (tmp_path / "w").rglob("*"):
-        if file.is_file() and file.stat().st_size > 20_000:
-            file.write_bytes(file.read_bytes()[:100])
-    code = (
-        "from pathlib import Path\nfrom appliance.model.store import StoreError, restore\n"
-        "from planner.formats import WeightForm\nfrom planner.weights import weight_specs\n"
-        "from appliance.model.opening import open_checkpoint\n"
-        f"architecture = open_checkpoint(Path({str(tmp_path / 'tiny.gguf')!r})).architecture\n"
-        f"try:\n    restore(Path({str(tmp_path / 'w')!r}), weight_specs(architecture, WeightForm.FLOAT32))\n"
-        "except StoreError as error:\n    print(error)\n"
-    )
-    root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True)
-    assert done.stdout.startswith(f"{tmp_path / 'w'}: cannot be read")
-    assert "delete the folder and run zccp convert" in done.stdout
+    damage(tmp_path / "w")
+    with pytest.raises(StoreError, match=words) as caught:
+        restore(tmp_path / "w", weight_specs(checkpoint.architecture, WeightForm.FLOAT32))
+    assert str(caught.value).startswith(f"{tmp_path / 'w'}: ")
+    assert str(caught.value).endswith("; run zccp convert --force")
 
 
 def test_progress_names_both_halves(tmp_path, checkpoint):
