@@ -21,6 +21,11 @@ from api.settings import ApiSettings, Clock
 CLIENT_LEFT = "client left"
 CLIENT_STUCK = "client does not read"
 
+DISCARD_S = 1.0
+DISCARD_BODIES = 2
+"""An answer to a body that nobody wants waits this long, and for so many times the largest body, for it to end: a
+connection that is closed while bytes come in is reset, and the client may lose the answer with it."""
+
 _STATE_KEY = "exchange"
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 _TRACEPARENT = re.compile(rb"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
@@ -44,11 +49,13 @@ class Exchange:
     """The state of one exchange; created by the edge, found by routes with ``exchange_of``."""
 
     __slots__ = (
+        "_arrived",
         "_clean_up",
         "_clock",
         "_complete",
         "_given_up",
         "_head",
+        "_http1",
         "_receive",
         "_send",
         "_settings",
@@ -80,6 +87,8 @@ class Exchange:
         if self.shape is Shape.ANTHROPIC:
             self.response_headers.append((b"request-id", self.request_id.encode()))
         self._head = scope["method"] == "HEAD"
+        self._http1 = scope["http_version"].startswith("1")
+        self._arrived = not any(name in (b"content-length", b"transfer-encoding") for name, _ in self.headers)
         self._receive = receive
         self._send = send
         self._settings = settings
@@ -107,7 +116,9 @@ class Exchange:
 
     async def receive(self) -> HTTPReceiveMessage:
         """The next message from the client."""
-        return cast("HTTPReceiveMessage", await self._receive())
+        message = cast("HTTPReceiveMessage", await self._receive())
+        self._arrived = message["type"] != "http.request" or not message.get("more_body", False)
+        return message
 
     async def send(self, message: Message) -> None:
         """Write one message, with this exchange's headers on the first.
@@ -117,7 +128,10 @@ class Exchange:
         """
         if message["type"] == "http.response.start":
             self._status = message["status"]
-            message = cast("Message", {**message, "headers": [*message["headers"], *self.response_headers]})
+            if not self._arrived:
+                await self._discard_body()
+            headers = [*message["headers"], *self.response_headers]
+            message = cast("Message", {**message, "headers": headers})
         elif message["type"] == "http.response.body":
             if self._head:
                 message = cast("Message", {**message, "body": b""})
@@ -130,6 +144,20 @@ class Exchange:
             self.give_up(CLIENT_STUCK)
             await asyncio.sleep(0)
             raise ConnectionError(f"a write waited {self._settings.write_timeout_s} s; {CLIENT_STUCK}") from error
+
+    async def _discard_body(self) -> None:
+        """Read what is left of the body, within bounds; beyond them the connection must not be used again."""
+        left = DISCARD_BODIES * self._settings.max_body_bytes
+        if self.header(b"expect") is None:  # who waits for leave to send has not begun
+            try:
+                async with asyncio.timeout(DISCARD_S):
+                    while not self._arrived and left > 0:
+                        message = await self.receive()
+                        left -= len(message.get("body", b"")) if message["type"] == "http.request" else 0
+            except TimeoutError:
+                pass
+        if not self._arrived and self._http1:
+            self.response_headers.append((b"connection", b"close"))
 
     def watch(self) -> None:
         """Begin to watch for the client leaving. To be called once the body has been read."""

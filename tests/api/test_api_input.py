@@ -163,7 +163,7 @@ def test_numbers_that_json_does_not_have(value: str) -> None:
     refused(Rig(), TEXT, body)
 
 
-def test_bc104_a_declared_length_is_refused_before_a_byte_is_read() -> None:
+def test_bc104_a_declared_length_is_refused_and_its_body_thrown_away() -> None:
     rig = Rig(settings=ApiSettings(max_body_bytes=100))
 
     async def call() -> None:
@@ -174,7 +174,7 @@ def test_bc104_a_declared_length_is_refused_before_a_byte_is_read() -> None:
         assert reply.json()["error"]["message"] == (
             "the body has 101 bytes or more; at most 100 are taken: send less, or raise server.max_body_mb"
         )
-        assert callers[0]._parts == [b"x" * 101]
+        assert callers[0]._parts == []
 
     asyncio.run(call())
 

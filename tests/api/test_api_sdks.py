@@ -267,6 +267,32 @@ def test_badly_framed_and_half_sent_bodies_are_the_clients_fault(live: Live, res
     live.settle(lambda: [record.status for record in live.rig.observer.records] == [400])
 
 
+@pytest.mark.parametrize(
+    ("path", "key", "status"), [(CHAT, KEY, 413), (MESSAGES, KEY, 413), (CHAT, "wrong", 401), ("/v1/nothing", KEY, 404)]
+)
+def test_a_connection_serves_on_after_a_large_body_was_refused(live: Live, path: str, key: str, status: int) -> None:
+    raw = json.dumps(chat("x" * 190_000)).encode()
+    with socket.create_connection(("127.0.0.1", live.port), timeout=5) as connection:
+        for _ in range(5):
+            head = f"POST {path} HTTP/1.1\r\nhost: x\r\nx-api-key: {key}\r\ncontent-length: {len(raw)}\r\n\r\n"
+            connection.sendall(head.encode() + raw)
+            assert connection.recv(65536).startswith(f"HTTP/1.1 {status} ".encode())
+        small = json.dumps(chat()).encode()
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\nx-api-key: {KEY}\r\ncontent-length: {len(small)}\r\n\r\n"
+        connection.sendall(head.encode() + small)
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("sent", [b"", b"x" * 1000])
+def test_a_refused_body_that_does_not_end_closes_the_connection(live: Live, sent: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", live.port), timeout=5) as connection:
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\nx-api-key: {KEY}\r\ncontent-length: 50000000\r\n\r\n"
+        connection.sendall(head.encode() + sent)
+        answer = connection.makefile("rb").read()
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    assert b"connection: close" in answer.lower()
+
+
 def test_keep_alive_expect_and_early_refusal(live: Live) -> None:
     connection = live.connect("POST", MESSAGES, message())
     assert connection.recv(65536).startswith(b"HTTP/1.1 200")
