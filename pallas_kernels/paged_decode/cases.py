@@ -5,6 +5,10 @@ from dataclasses import dataclass
 from pallas_kernels import model_shapes as models
 from pallas_kernels.model_shapes import HeadShape
 
+STARCODER = HeadShape("starcoder", 48, 1, 128)
+WIDE = (HeadShape("group-20", 20, 1, 64), HeadShape("group-20", 20, 1, 80), HeadShape("group-20", 20, 1, 256))
+"""Shapes of no known model, between those of known ones."""
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeCase:
@@ -35,4 +39,10 @@ CASES = (
     DecodeCase("llama-3.1-8b-32k", models.LLAMA31_8B, (32_768,) * 16, 64, small=False),
     DecodeCase("llama-3.1-70b-8k", models.LLAMA31_70B, (8_192,) * 64, 64, small=False),
     DecodeCase("smollm2-135m-8-streams", models.SMOLLM2_135M, (512,) * 8, 64, small=False),
+    *(DecodeCase(f"{heads.name}-8k", heads, (8_192,) * 8, 64, small=False) for heads in (*models.ALL, STARCODER)),
+    *(DecodeCase(f"{heads.name}-ragged", heads, RAGGED, 16, small=False) for heads in (STARCODER, *WIDE)),
+    DecodeCase("llama-3.1-8b-page-16", models.LLAMA31_8B, (8_192,) * 8, 16, small=False),
+    DecodeCase("llama-3.1-8b-page-512", models.LLAMA31_8B, (8_192,) * 8, 512, small=False),
+    DecodeCase("gemma3-270m-page-16", models.GEMMA3_270M, (8_192,) * 8, 16, small=False),
+    DecodeCase("llama-3.1-8b-128k", models.LLAMA31_8B, (131_072,), 64, small=False),
 )

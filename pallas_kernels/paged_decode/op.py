@@ -10,9 +10,9 @@ import jax
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.errors import require
-from pallas_kernels.paged_decode import native, reference, xla
+from pallas_kernels.paged_decode import native, pallas, reference, xla
 
-Implementation = Literal["reference", "xla", "native"]
+Implementation = Literal["reference", "xla", "native", "pallas"]
 
 
 def paged_decode(
@@ -62,6 +62,11 @@ def paged_decode(
         page_table.shape[0] == slots and lengths.shape == (slots,),
         f"page_table {page_table.shape} and lengths {lengths.shape} need one row for each of {slots} slots",
     )
-    run = {"reference": reference.paged_decode, "xla": xla.paged_decode, "native": native.paged_decode}[implementation]
+    run = {
+        "reference": reference.paged_decode,
+        "xla": xla.paged_decode,
+        "native": native.paged_decode,
+        "pallas": pallas.paged_decode,
+    }[implementation]
     with jax.named_scope("paged_decode"):
         return run(q, k, v, pages, layer, page_table, lengths, window, scale=scale, softcap=softcap)
