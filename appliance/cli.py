@@ -330,7 +330,10 @@ def keys_usage(config_file: Path | None, as_json: bool) -> None:
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
 @_verb
 def bench(name: str, options: Sequence[str], as_json: bool) -> None:
-    """Run the bench NAME (start, parity, peers, soak); OPTIONS are the bench's own, see zccp bench NAME --help."""
+    """Run the bench NAME (kernels, start, parity, peers, soak).
+
+    OPTIONS are the bench's own, see zccp bench NAME --help.
+    """
     try:
         from appliance.bench import runner  # noqa: PLC0415
     except ImportError as error:

@@ -23,7 +23,7 @@ from appliance.config_rules import ConfigError
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-TRAVELLING = ("start",)
+TRAVELLING = ("kernels", "start")
 """Benches that are part of the package."""
 CHECKOUT = ("parity", "peers", "soak")
 """Benches that need a checkout of the project."""

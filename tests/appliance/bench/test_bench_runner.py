@@ -88,7 +88,9 @@ def test_failures_say_why(bench, capsys, error: Exception, code: int) -> None:
 
 def test_unknown_bench_lists_those_there_are(capsys) -> None:
     assert run(name="speed") == (2, "")
-    assert capsys.readouterr().err == ("zccp: there is no bench 'speed'; the benches are start, parity, peers, soak\n")
+    assert capsys.readouterr().err == (
+        "zccp: there is no bench 'speed'; the benches are kernels, start, parity, peers, soak\n"
+    )
 
 
 def test_unknown_option_and_wrong_value(bench, capsys) -> None:

@@ -1,0 +1,1 @@
+"""Facts of the accelerators that kernels are compiled for, one JSON file each."""

@@ -1,0 +1,58 @@
+"""The kernel bench: its figures from made-up cases, and how it refuses."""
+
+from importlib import import_module
+
+import pytest
+
+from appliance.bench import kernels, runner
+from appliance.bench.kernels import Examined, figures
+
+GOOD = Examined("good", 80, 0, 37_896, 4, 16, 29, 1.01)
+
+
+def figure(*cases: Examined) -> dict[str, tuple[float, bool | None]]:
+    return {result.name: (result.value, result.met) for result in figures(cases)}
+
+
+def test_a_figure_is_the_worst_of_all_cases() -> None:
+    bad = Examined("bad", 255, 40, 83_457, 1, 0, 0, 1.11)
+    short = Examined("short", 64, 0, 20_000, 7, 8, 4, None)
+    assert figure(GOOD, bad, short) == {
+        "spill_bytes_max": (40, False),
+        "cases_without_mma": (1, False),
+        "cases_without_cp_async": (1, None),
+        "registers_max": (255, None),
+        "smem_decode_max": (83_457, False),
+        "decode_ctas_per_sm_min": (1, False),
+        "bytes_over_minimum_max": (1.11, False),
+    }
+    assert all(met is not False for _, met in figure(GOOD, short).values())
+
+
+def test_a_case_is_a_line() -> None:
+    assert GOOD.line() == (
+        "good: 80 registers, 0 B spilt, 37896 B shared, 4 CTAs, 16 mma.sync, 29 cp.async, bytes 1.0100 of the minimum"
+    )
+
+
+@pytest.fixture(autouse=True)
+def home(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("ZCCP_HOME", str(tmp_path))
+
+
+def test_without_static_it_says_what_it_does(capsys) -> None:
+    assert runner.main("kernels", []) == 2
+    assert capsys.readouterr().err == "zccp: this bench examines code and measures no time; say --static\n"
+
+
+def test_without_the_extra_it_names_it(monkeypatch, capsys) -> None:
+    compiled = import_module("pallas_kernels.compiled")
+    monkeypatch.setattr(compiled, "missing", lambda: "the extra is missing")
+    assert runner.main("kernels", ["--static"]) == 2
+    assert capsys.readouterr().err == "zccp: the extra is missing\n"
+
+
+def test_a_card_that_is_not_known_is_refused(capsys) -> None:
+    assert runner.main("kernels", ["--static", "--target", "b900"]) == 2
+    assert "'b900' is not 'a100_sxm_80'" in capsys.readouterr().err
+    assert kernels.OPTIONS

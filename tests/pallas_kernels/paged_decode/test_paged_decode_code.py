@@ -1,0 +1,64 @@
+"""The gate on the code of paged_decode for an A100, which need not be present; skipped where the extra is missing."""
+
+import dataclasses
+import functools
+
+import pytest
+
+from appliance.bench import kernels
+from appliance.bench.runner import BenchContext
+from appliance.config import ApplianceConfig
+from pallas_kernels.card import find_card
+from pallas_kernels.compiled import CompileError, compile_kernel, missing
+from pallas_kernels.paged_decode import examine, pallas
+from pallas_kernels.paged_decode.cases import CASES
+
+needs_compiler = pytest.mark.skipif(bool(missing()), reason=missing() or "present")
+
+
+@needs_compiler
+def test_every_case_keeps_within_an_a100():
+    seen: list[int] = []
+    context = BenchContext(ApplianceConfig(), lambda _what, done, _total: seen.append(done))
+    found = kernels.run(context, static=True, target="a100_sxm_80")
+    assert len(seen) == len(CASES)
+    assert {result.name: result.met for result in found.results if result.op} == {
+        "spill_bytes_max": True,
+        "cases_without_mma": True,
+        "smem_decode_max": True,
+        "decode_ctas_per_sm_min": True,
+        "bytes_over_minimum_max": True,
+    }
+    assert {result.name: result.value for result in found.results}["cases_without_cp_async"] == 0
+    assert set(found.versions) == {"jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12"}
+
+
+@needs_compiler
+def test_a_kernel_that_is_not_there_is_named():
+    with pytest.raises(CompileError, match="the compiler's reports name no kernel 'other', or several"):
+        compile_kernel(find_card("a100_sxm_80"), "other", lambda x: x + x, examine.shapes(CASES[0], 1, 1, 1)[0])
+
+
+@needs_compiler
+def test_a_tile_that_is_too_large_is_seen_to_spill():
+    case = next(case for case in CASES if case.name == "starcoder-48:1-d128-ragged")
+    tile = dataclasses.replace(examine.tile_of(case), positions=128, warps=4)
+    run = functools.partial(pallas.paged_decode, scale=examine.SCALE, tile=tile)
+    code = compile_kernel(find_card("a100_sxm_80"), "paged_decode", run, *examine.shapes(case, 10, 1, 1))
+    assert code.spill_bytes > 0
+    assert code.stack_bytes > 0
+
+
+LONG = next(case for case in CASES if case.name == "llama-3.1-8b-32:8-d128-8k")
+
+
+@pytest.mark.interpret
+def test_long_histories_are_read_once():
+    found = examine.traffic(LONG)
+    vectors = (2 * 4 + 2) * 128 * 2  # queries, new key and value, result: 4 heads a group
+    assert found.least == 2 * 8192 * 128 * 2 + vectors
+    # 7 stretches: partial sums of 4 heads in float32 written and read, their two scalars in one sector each, queries
+    # read by each, and a sector for the length, the window and the layer and for the page of each tile of 32 positions
+    partial = 7 * 4 * 128 * 4 * 2 + 7 * 2 * 32 + 7 * 4 * 2 * 4
+    read = 7 * 4 * 128 * 2 + 7 * 3 * 32 + 8192 // 32 * 32
+    assert found.moved == found.least + partial + read
