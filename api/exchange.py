@@ -130,8 +130,7 @@ class Exchange:
             self._status = message["status"]
             if not self._arrived:
                 await self._discard_body()
-            headers = [*message["headers"], *self.response_headers]
-            message = cast("Message", {**message, "headers": headers})
+            message = cast("Message", {**message, "headers": [*message["headers"], *self.response_headers]})
         elif message["type"] == "http.response.body":
             if self._head:
                 message = cast("Message", {**message, "body": b""})

@@ -20,6 +20,8 @@ namespace ffi = xla::ffi;
 
 using v16 = float __attribute__((vector_size(64)));
 
+constexpr float kLog2E = 1.44269504f;
+
 inline v16 load(const float* p) {
   v16 v;
   std::memcpy(&v, p, sizeof v);
@@ -32,7 +34,7 @@ inline float sum(v16 v) { return _mm512_reduce_add_ps((__m512)v); }
 // e^x for x <= 0 to about 2 ulp, 0 below -87: split into 2^n * e^r, a degree-6 polynomial in r. Cephes' coefficients (expf, public domain).
 inline v16 exp16(v16 x) {
   const __m512 clamped = _mm512_max_ps((__m512)x, _mm512_set1_ps(-87.0f));
-  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(clamped, _mm512_set1_ps(1.44269504f)), 0);
+  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(clamped, _mm512_set1_ps(kLog2E)), 0);
   const v16 r = (v16)clamped - (v16)n * 0.693359375f + (v16)n * 2.12194440e-4f;
   v16 p = splat(1.9875691500e-4f);
   p = p * r + 1.3981999507e-3f;

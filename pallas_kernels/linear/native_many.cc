@@ -162,11 +162,11 @@ struct Plain {
 };
 struct Silu {
   static constexpr int64_t kParts = 2;
-  static v16 of(v16 x) { return x / (1.0f + Float32Ops::exp2(x * -1.44269504f)); }
+  static v16 of(v16 x) { return x / (1.0f + Float32Ops::exp2(x * -kLog2E)); }
 };
 struct Gelu {  // by tanh: 0.5 x (1 + tanh(u)) = x / (1 + e^(-2 u)), u = sqrt(2 / pi) (x + 0.044715 x^3)
   static constexpr int64_t kParts = 2;
-  static v16 of(v16 x) { return x / (1.0f + Float32Ops::exp2((x + 0.044715f * x * x * x) * (-2.0f * 0.7978845608f * 1.44269504f))); }
+  static v16 of(v16 x) { return x / (1.0f + Float32Ops::exp2((x + 0.044715f * x * x * x) * (-2.0f * 0.7978845608f * kLog2E))); }
 };
 
 using F32 = ffi::Buffer<ffi::F32>;

@@ -21,7 +21,6 @@ constexpr int64_t kKeys = 64;        // keys of a block
 constexpr int kRows = 8;             // keys, or channels, of a tile: 8 x 3 vectors fill 24 of the 32 vector registers
 constexpr int64_t kMaxHeadDim = 1024;
 constexpr float kMasked = -1e30f, kSlack = 8.0f;
-constexpr float kLog2E = 1.44269504f;
 
 struct Problem {
   int64_t tokens, q_heads, kv_heads, group, head_dim, num_pages, page_size, width, window, per_item;
