@@ -31,6 +31,9 @@ class PrefillCase:
 MIXED = ((0, 5), (37, 20), (16, 1), (0, 0))
 """Fresh and continued prompts, one of a single token, and an empty row."""
 
+LATE = ((6_144, 2_048),)
+"""The fourth chunk of a long prompt."""
+
 CASES = (
     *(PrefillCase(f"{heads.name}-mixed", heads, MIXED, 32, 16) for heads in models.ALL),
     PrefillCase("smollm2-135m-tiles", models.SMOLLM2_135M, ((600, 150), (0, 140), (513, 7)), 300, 64),
@@ -39,5 +42,16 @@ CASES = (
     PrefillCase("gemma-2b-softcap", models.GEMMA_2B, ((30, 20), (0, 12)), 32, 16, softcap=50.0),
     PrefillCase("llama-3.1-8b-2k", models.LLAMA31_8B, ((0, 2_048),), 2_048, 64, small=False),
     PrefillCase("llama-3.1-8b-late", models.LLAMA31_8B, ((30_720, 2_048),), 2_048, 64, small=False),
-    PrefillCase("llama-3.1-70b-2k", models.LLAMA31_70B, ((6_144, 2_048),), 2_048, 64, small=False),
+    PrefillCase("llama-3.1-8b-page-16", models.LLAMA31_8B, LATE, 2_048, 16, small=False),
+    PrefillCase("llama-3.1-8b-page-512", models.LLAMA31_8B, LATE, 2_048, 512, small=False),
+    PrefillCase("llama-3.1-8b-16-rows", models.LLAMA31_8B, ((1_000, 120),) * 16, 2_048, 64, small=False),
+    PrefillCase("llama-3.1-70b-2k", models.LLAMA31_70B, LATE, 2_048, 64, small=False),
+    PrefillCase("smollm2-135m-2k", models.SMOLLM2_135M, LATE, 2_048, 64, small=False),
+    PrefillCase("gemma3-270m-2k", models.GEMMA3_270M, LATE, 2_048, 64, window=512, small=False),
+    PrefillCase("gemma-2b-2k", models.GEMMA_2B, LATE, 2_048, 64, softcap=50.0, small=False),
+    PrefillCase("gemma-2b-page-16", models.GEMMA_2B, LATE, 2_048, 16, small=False),
+    PrefillCase("d80-2k", models.D80, LATE, 2_048, 64, small=False),
+    PrefillCase("d96-2k", models.D96, LATE, 2_048, 64, small=False),
+    PrefillCase("falcon-7b-2k", models.MANY_TO_ONE, LATE, 2_048, 64, small=False),
+    PrefillCase("group-20-d192", HeadShape("group-20", 20, 1, 192), LATE, 2_048, 64, small=False),
 )
