@@ -13,15 +13,23 @@ import numpy as np
 from appliance.config import ApplianceConfig
 from appliance.model.checkpoint import Progress
 from appliance.model.checksums import is_sealed
+from appliance.model.energy import has_energy, write_energy
 from appliance.model.library import ModelLibrary
 from appliance.model.record import read_record, weights_folder
-from appliance.model.store import convert
+from appliance.model.store import convert, restore
 from appliance.planning import plan_for, signing_key_file, store_directory
 from planner.architecture import ModelArchitecture
 from planner.build import BuildReport, build
+from planner.energy import query_energy
 from planner.formats import WeightForm
+from planner.kv import BASE_BITS
+from planner.plan import Plan
 from planner.quantize import quantize
 from planner.signing import local_key
+from planner.weights import weight_specs
+
+ENERGY_WINDOWS = 4
+"""Windows of calibration text that query energies are measured on; more choose the same channels."""
 
 CalibrationIds = Callable[[Path], np.ndarray]
 """Gives int32 [windows, length] ids of calibration text for the model in a folder."""
@@ -78,6 +86,8 @@ def build_programs(
     folder = ModelLibrary(config.home).ensure(config.model.reference, progress)
     plan = plan_for(config, read_record(folder))
     convert_model(config.home, config.model.reference, plan.weight_form, calibration, progress)
+    if plan.kv_format in BASE_BITS and (force or not has_energy(folder)):
+        _measure_energy(folder, plan, calibration(folder), progress)
     key = local_key(signing_key_file(config.home))
     return build(
         plan,
@@ -86,6 +96,13 @@ def build_programs(
         lambda done, total, name: progress(f"compiled {name}", done, total),
         force=force,
     )
+
+
+def _measure_energy(folder: Path, plan: Plan, ids: np.ndarray, progress: Progress) -> None:
+    weights = restore(weights_folder(folder, plan.weight_form), weight_specs(plan.architecture, plan.weight_form))
+    few = ids[:: max(1, len(ids) // ENERGY_WINDOWS)]
+    found = query_energy(plan, weights, few, lambda done, total: progress("measuring query energies", done, total))
+    write_energy(folder, found)
 
 
 def _rounding(

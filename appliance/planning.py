@@ -11,6 +11,7 @@ from appliance.model.record import ModelRecord
 from pallas_kernels.platform import cpu_features
 from planner.architecture import ModelArchitecture
 from planner.formats import KvFormat, WeightForm
+from planner.kv import BASE_BITS
 from planner.plan import Plan, default_implementation, make_plan
 
 DEFAULT_TARGET = "cpu_native"
@@ -18,6 +19,8 @@ DEFAULT_SLOTS = 16
 DEFAULT_PREFILL_CHUNK = 512
 DEFAULT_PREFILL_ROWS = 4
 DEFAULT_PAGE_SIZE = 64
+DEFAULT_BITMASK_PAGE_SIZE = 128
+"""The bitmask formats round blocks of 128 positions, and a page holds whole blocks."""
 DEFAULT_KV_BYTES = 2 << 30
 """Size of the page pool where none is configured, raised to hold one sequence of full length."""
 
@@ -56,7 +59,7 @@ def plan_for(config: ApplianceConfig, record: ModelRecord) -> Plan:
         slots=engine.slots or DEFAULT_SLOTS,
         prefill_chunk=engine.prefill_chunk or DEFAULT_PREFILL_CHUNK,
         prefill_slots=engine.prefill_rows or DEFAULT_PREFILL_ROWS,
-        page_size=config.page_size or DEFAULT_PAGE_SIZE,
+        page_size=config.page_size or (DEFAULT_BITMASK_PAGE_SIZE if kv_format in BASE_BITS else DEFAULT_PAGE_SIZE),
         kv_bytes=engine.kv_memory_mb << 20 if engine.kv_memory_mb else _default_kv_bytes(architecture, context),
         implementation=engine.implementation or default_implementation(architecture, target, kv_format, cpu_features()),
     )

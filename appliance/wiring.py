@@ -12,11 +12,14 @@ from appliance.assignment import Assignment
 from appliance.engine import Engine
 from appliance.engine_metrics import EngineObserver
 from appliance.engine_ports import Gateway, ProgramSet
+from appliance.model.energy import read_energy
 from appliance.model.record import read_record, weights_folder
 from appliance.model.store import restore
 from appliance.planning import plan_for, signing_key_file, store_directory
 from appliance.submission import ModelLimits
 from planner.buckets import Bucket, Phase
+from planner.decoder import QUERY_ENERGY
+from planner.kv import BASE_BITS
 from planner.pages import PagePool
 from planner.plan import Plan
 from planner.program import Program, empty_state, idle_arguments
@@ -52,6 +55,10 @@ def build_engine(
     programs = {program.bucket: program for program in store.load_all()}
     announce("restoring weights")
     weights = restore(weights_folder(folder, plan.weight_form), weight_specs(plan.architecture, plan.weight_form))
+    if plan.kv_format in BASE_BITS:
+        arch = plan.architecture
+        energy = read_energy(folder, (arch.layers, arch.kv_heads, arch.head_dim))
+        weights = {**weights, QUERY_ENERGY: jax.device_put(energy)}
     announce("running every program once")
     state = _run_once(plan, programs, weights)
     scheduler = Scheduler(

@@ -20,7 +20,8 @@ from pallas_kernels.page_write.op import page_write
 from pallas_kernels.paged_decode.op import paged_decode
 from pallas_kernels.paged_prefill.op import Products as AttentionProducts
 from pallas_kernels.paged_prefill.op import paged_prefill
-from pallas_kernels.paged_prefill.reference import row_of_token
+from pallas_kernels.pages import Pages
+from pallas_kernels.rows import Rows, places
 from pallas_kernels.sample.op import Sampled, SampleRows, sample
 from planner import batch
 from planner.architecture import Activation, ModelArchitecture
@@ -34,20 +35,25 @@ Weights = Mapping[str, Array]
 PREFILL_PRODUCTS: Mapping[str, Products] = {"qkv": "bf16", "o": "blocks32", "gate_up": "blocks32", "down": "blocks16"}
 """How finely each int8 product of a prefill holds its activations; coarser ones are faster."""
 
-_OUTSIDE_LAYERS = ("embed", "final_norm", "head", "head.codes", "head.scale")
+QUERY_ENERGY = "query_energy"
+"""Name under which a weight tree holds float32 [layers, kv_heads, head_dim], which bitmask formats need."""
+
+_OUTSIDE_LAYERS = ("embed", "final_norm", "head", "head.codes", "head.scale", QUERY_ENERGY)
 
 
 @dataclass(frozen=True, slots=True)
 class Numerics:
     """How the arithmetic of a program is done.
 
-    ``implementation`` names the code path of every op. Attention products of a prefill are in bf16 unless the weights
-    are float32. int8 weights take activations in two int8 planes in decode and in the head, and in a prefill as
-    PREFILL_PRODUCTS says. Everything between products is float32, or bf16 for bf16 weights.
+    ``implementation`` names the code path of products and sampling, ``attention`` of what touches pages. Attention
+    products of a prefill are in bf16 unless the weights are float32. int8 weights take activations in two int8 planes
+    in decode and in the head, and in a prefill as PREFILL_PRODUCTS says. Everything between products is float32, or
+    bf16 for bf16 weights.
     """
 
     form: WeightForm
     implementation: Implementation
+    attention: Implementation
 
     @property
     def residual_dtype(self) -> jnp.dtype:
@@ -63,7 +69,7 @@ class Numerics:
 class DeviceState(NamedTuple):
     """What lives on the device between steps; every program takes it donated and returns it."""
 
-    pages: Float[Array, "layers num_pages kv_heads 2 page_size head_dim"]
+    pages: Pages
     last_ids: Int32[Array, " slots"]
     """Newest id of each slot, so that a step never waits for the host to read the last one."""
     counts: Int32[Array, "slots vocab"]
@@ -73,7 +79,7 @@ class DeviceState(NamedTuple):
 class DecodeContext(NamedTuple):
     """What attention needs in a decode step; rows are slots."""
 
-    pages: Array
+    pages: Pages
     page_table: Int32[Array, "slots width"]
     lengths: Int32[Array, " slots"]
 
@@ -81,11 +87,8 @@ class DecodeContext(NamedTuple):
 class PrefillContext(NamedTuple):
     """What attention needs in a prefill step; rows are prompt chunks, back to back."""
 
-    pages: Array
-    page_table: Int32[Array, "rows width"]
-    starts: Int32[Array, " rows"]
-    lengths: Int32[Array, " rows"]
-    offsets: Int32[Array, " rows"]
+    pages: Pages
+    rows: Rows
 
 
 class LayerData(NamedTuple):
@@ -186,6 +189,10 @@ class Layer(nn.Module):
             k = rms_norm(k, self._array("k_norm"), arch.norm_eps)
         cos, sin = rope.cos[data.local_rope], rope.sin[data.local_rope]
         q, k = rotate(q, cos, sin).astype(x.dtype), rotate(k, cos, sin).astype(x.dtype)
+        if self.is_mutable_collection("energy"):
+            squares = q.astype(jnp.float32) ** 2
+            grouped = squares.reshape(x.shape[0], arch.kv_heads, arch.group, arch.head_dim)
+            self.sow("energy", "q", grouped.mean((0, 2)), init_fn=tuple, reduce_fn=_newest)
         attended = self._attend(q, k, v, data, context).astype(x.dtype)
         return self._linear("o", attended.reshape(x.shape[0], -1), data, context), NewKeyValues(k, v)
 
@@ -196,12 +203,11 @@ class Layer(nn.Module):
         if isinstance(context, DecodeContext):
             return paged_decode(
                 q, k, v, context.pages, data.layer, context.page_table, context.lengths, data.window,
-                scale=scale, softcap=softcap, implementation=self.numerics.implementation,
+                scale=scale, softcap=softcap, implementation=self.numerics.attention,
             )  # fmt: skip
         return paged_prefill(
-            q, k, v, context.pages, data.layer, context.page_table, context.starts, context.lengths, context.offsets,
-            data.window, scale=scale, softcap=softcap, products=self.numerics.attention_products,
-            implementation=self.numerics.implementation,
+            q, k, v, context.pages, data.layer, *context.rows, data.window, scale=scale, softcap=softcap,
+            products=self.numerics.attention_products, implementation=self.numerics.attention,
         )  # fmt: skip
 
     def _feed_forward(
@@ -231,7 +237,7 @@ class Decoder(nn.Module):
         rope = rope_of(arch, positions)
         layers = nn.scan(
             Layer,
-            variable_axes={"params": 0},
+            variable_axes={"params": 0, "energy": 0},
             variable_broadcast="stacks",
             split_rngs={"params": False},
             in_axes=(0, nn.broadcast, nn.broadcast),  # pyright: ignore[reportArgumentType] - annotated too narrowly
@@ -295,12 +301,11 @@ def decode_step(
 
     The columns are those of ``planner.batch``; row i is slot i.
     """
-    slots = ints.shape[0]
-    page_table, lengths = ints[:, NUM_INTS:], ints[:, batch.Int.START]
-    context = DecodeContext(state.pages, page_table, jnp.where(ints[:, batch.Int.LENGTH] > 0, lengths, 0))
-    hidden, new = _run(architecture, numerics, weights, state.last_ids[:slots], lengths, context)
-    in_use = ints[:, batch.Int.LENGTH] > 0
-    pages = _write(state.pages, new, page_table, jnp.arange(slots), lengths, in_use, numerics)
+    slots = jnp.arange(ints.shape[0], dtype=jnp.int32)
+    page_table, lengths, used = ints[:, NUM_INTS:], ints[:, batch.Int.START], ints[:, batch.Int.LENGTH]
+    context = DecodeContext(state.pages, page_table, jnp.where(used > 0, lengths, 0))
+    hidden, new = _run(architecture, numerics, weights, state.last_ids[: ints.shape[0]], lengths, context)
+    pages = write(state.pages, new, Rows(page_table, slots, lengths, used, slots), weights, numerics)
     logits = logits_of(architecture, numerics, weights, hidden)
     return _sample(state, pages, logits, ints, floats, lengths + 1, numerics)
 
@@ -315,17 +320,14 @@ def prefill_step(
     floats: Float[Array, "rows float_columns"],
 ) -> tuple[DeviceState, Sampled]:
     """Process prompt chunks; rows whose chunk ends their prompt sample their first id into their slot."""
-    page_table, starts = ints[:, NUM_INTS:], ints[:, batch.Int.START]
-    lengths, offsets = ints[:, batch.Int.LENGTH], ints[:, batch.Int.OFFSET]
-    row = row_of_token(lengths, offsets, tokens.shape[0])
-    safe_row = jnp.minimum(row, ints.shape[0] - 1)
-    positions = starts[safe_row] + jnp.arange(tokens.shape[0]) - offsets[safe_row]
-    context = PrefillContext(state.pages, page_table, starts, lengths, offsets)
-    hidden, new = _run(architecture, numerics, weights, tokens, positions, context)
-    pages = _write(state.pages, new, page_table, safe_row, positions, row < ints.shape[0], numerics)
-    last = jnp.maximum(offsets + lengths - 1, 0)
+    columns = (batch.Int.SLOT, batch.Int.START, batch.Int.LENGTH, batch.Int.OFFSET)
+    rows = Rows(ints[:, NUM_INTS:], *(ints[:, column] for column in columns))
+    context = PrefillContext(state.pages, rows)
+    hidden, new = _run(architecture, numerics, weights, tokens, places(rows, tokens.shape[0]).position, context)
+    pages = write(state.pages, new, rows, weights, numerics)
+    last = jnp.maximum(rows.offsets + rows.lengths - 1, 0)
     logits = logits_of(architecture, numerics, weights, hidden[last])
-    return _sample(state, pages, logits, ints, floats, starts + lengths, numerics)
+    return _sample(state, pages, logits, ints, floats, rows.starts + rows.lengths, numerics)
 
 
 def set_slot(
@@ -347,25 +349,15 @@ def _run(
     return module.apply(parameters(weights), ids, positions, context)
 
 
-def _write(
-    pages: Array,
-    new: NewKeyValues,
-    page_table: Int32[Array, "rows width"],
-    row: Int32[Array, " tokens"],
-    positions: Int32[Array, " tokens"],
-    valid: Array,
-    numerics: Numerics,
-) -> Array:
-    num_pages, page_size = pages.shape[1], pages.shape[4]
-    # a position past the table has no page: clamped, it would overwrite the last one
-    ids = page_table.at[row, positions // page_size].get(mode="fill", fill_value=num_pages)
-    ids = jnp.where(valid, ids, num_pages)
-    return page_write(pages, new.k, new.v, ids, positions % page_size, implementation=numerics.implementation)
+def write(pages: Pages, new: NewKeyValues, rows: Rows, weights: Weights, numerics: Numerics) -> Pages:
+    """The pool with the keys and values of a step, as ``Decoder`` gave them for ``rows``."""
+    energy = weights.get(QUERY_ENERGY)
+    return page_write(pages, new.k, new.v, *rows, energy=energy, implementation=numerics.attention)
 
 
 def _sample(
     state: DeviceState,
-    pages: Array,
+    pages: Pages,
     logits: Float[Array, "rows vocab"],
     ints: Int32[Array, "rows columns"],
     floats: Float[Array, "rows float_columns"],

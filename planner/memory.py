@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from planner.kv import energy_bytes, slot_bytes
 from planner.plan import Plan
 from planner.weights import weight_specs
 
@@ -29,5 +30,6 @@ def memory_plan(plan: Plan, workspace_bytes: int = 0) -> MemoryPlan:
         workspace_bytes: temporaries and outputs of the largest program, known once programs are compiled.
     """
     weights = sum(spec.num_bytes for spec in weight_specs(plan.architecture, plan.weight_form).values())
-    slots = plan.slots * 4 + 2 * plan.slots * plan.architecture.vocab * 4
+    slots = plan.slots * (4 + 2 * 4 * plan.architecture.vocab + slot_bytes(plan.kv_format, plan.architecture))
+    weights += energy_bytes(plan.kv_format, plan.architecture)
     return MemoryPlan(weights, plan.num_pages * plan.page_bytes, slots, workspace_bytes)

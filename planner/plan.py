@@ -11,13 +11,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from pallas_kernels.platform import NATIVE_FEATURES
+from planner import kv
 from planner.architecture import ModelArchitecture
 from planner.buckets import Bucket, Lattice, Phase
 from planner.formats import Implementation, KvFormat, WeightForm
 
 PAGE_SIZES = (16, 32, 64, 128, 256, 512)
 IMPLEMENTATIONS = ("xla", "native")
-_ELEMENT_BYTES = {KvFormat.FLOAT32: 4, KvFormat.BF16: 2}
 _SMALLEST_CHUNK = 32
 _SMALLEST_DECODE = 1
 
@@ -30,8 +30,8 @@ class PlanError(ValueError):
 class Plan:
     """What a node serves and with which static shapes. Lengths in tokens, ``prefill_budget`` in ids a step.
 
-    ``implementation`` is the code path of every op: ``xla`` runs anywhere, ``native`` needs AVX512-VNNI and float32
-    pages.
+    ``implementation`` is the code path of the ops: ``xla`` runs anywhere, ``native`` needs AVX512-VNNI. Attention is
+    native over float32 pages only.
     """
 
     architecture: ModelArchitecture
@@ -50,8 +50,12 @@ class Plan:
     @property
     def page_bytes(self) -> int:
         """Bytes of one page over all layers."""
-        element = _ELEMENT_BYTES[self.kv_format]
-        return int(self.page_size * self.architecture.kv_bytes_per_token(element))
+        return kv.page_bytes(self.kv_format, self.architecture, self.page_size)
+
+    @property
+    def attention(self) -> Implementation:
+        """The code path of the ops that touch pages."""
+        return self.implementation if self.kv_format is KvFormat.FLOAT32 else "xla"
 
     @property
     def table_width(self) -> int:
@@ -129,14 +133,14 @@ def make_plan(
         )
     if page_size not in PAGE_SIZES:
         raise PlanError(f"page_size {page_size} is not one of {PAGE_SIZES}")
-    if kv_format not in _ELEMENT_BYTES:
-        raise PlanError(f"kv_format {kv_format} is not available; use {' or '.join(_ELEMENT_BYTES)}")
+    if fault := kv.fault(kv_format, architecture, page_size):
+        raise PlanError(fault)
     if implementation not in IMPLEMENTATIONS:
         raise PlanError(f"implementation {implementation!r} is not one of {IMPLEMENTATIONS}")
-    if implementation == "native" and (kv_format is not KvFormat.FLOAT32 or architecture.head_dim % 16):
+    if implementation == "native" and kv_format is KvFormat.FLOAT32 and architecture.head_dim % 16:
         raise PlanError(
-            f"implementation native needs float32 pages and a head_dim that 16 divides; this plan has {kv_format} and "
-            f"{architecture.head_dim}: use implementation xla"
+            f"implementation native needs a head_dim that 16 divides, this model has {architecture.head_dim}: "
+            "use implementation xla"
         )
     if not 1 <= slots <= 1024:
         raise PlanError(f"slots {slots} is outside 1..1024")
@@ -144,7 +148,7 @@ def make_plan(
         raise PlanError(f"prefill_chunk {prefill_chunk} must be a multiple of 16 in {_SMALLEST_CHUNK}..8192")
     if not 1 <= prefill_slots <= prefill_chunk:
         raise PlanError(f"prefill_slots {prefill_slots} is outside 1..{prefill_chunk}, the prefill chunk")
-    page_bytes = int(page_size * architecture.kv_bytes_per_token(_ELEMENT_BYTES[kv_format]))
+    page_bytes = kv.page_bytes(kv_format, architecture, page_size)
     width = -(-context // page_size)
     num_pages = kv_bytes // page_bytes if kv_bytes else slots * width
     if num_pages < width:
@@ -183,7 +187,7 @@ def default_implementation(
         kv_format: how pages hold keys and values.
         cpu_features: instruction sets of the host that will serve.
     """
-    able = target == "cpu_native" and kv_format is KvFormat.FLOAT32 and architecture.head_dim % 16 == 0
+    able = target == "cpu_native" and (kv_format is not KvFormat.FLOAT32 or architecture.head_dim % 16 == 0)
     return "native" if able and set(cpu_features) >= NATIVE_FEATURES else "xla"
 
 

@@ -14,15 +14,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import serialize_executable
 
+from pallas_kernels.kv_layout import BLOCK, RECENT, BitmaskLayout, int8_page_words
+from pallas_kernels.pages import BitmaskPages, Int8Pages, Pages
 from pallas_kernels.sample.op import Sampled
+from planner.architecture import ModelArchitecture
 from planner.batch import NUM_FLOATS, NUM_INTS
 from planner.buckets import Bucket, Phase
-from planner.decoder import DeviceState, Numerics, decode_step, prefill_step, set_slot
+from planner.decoder import QUERY_ENERGY, DeviceState, Numerics, decode_step, prefill_step, set_slot
 from planner.formats import KvFormat
+from planner.kv import BASE_BITS
 from planner.plan import Plan
 from planner.weights import weight_specs
 
-KV_DTYPES = {KvFormat.FLOAT32: jnp.float32, KvFormat.BF16: jnp.bfloat16}
+_FLOAT_DTYPES = {KvFormat.FLOAT32: jnp.float32, KvFormat.BF16: jnp.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +62,9 @@ def state_shapes(plan: Plan) -> DeviceState:
     """Shapes of what lives on the device between steps."""
     arch = plan.architecture
     shape = jax.ShapeDtypeStruct
-    pages = (arch.layers, plan.num_pages, arch.kv_heads, 2, plan.page_size, arch.head_dim)
     return DeviceState._make(
         (
-            shape(pages, KV_DTYPES[plan.kv_format]),
+            pool_shapes(plan.kv_format, arch, plan.num_pages, plan.page_size, plan.slots),
             shape((plan.slots,), jnp.int32),
             shape((plan.slots, arch.vocab), jnp.int32),
             shape((plan.slots, arch.vocab), jnp.float32),
@@ -71,14 +74,41 @@ def state_shapes(plan: Plan) -> DeviceState:
 
 def empty_state(plan: Plan) -> DeviceState:
     """A fresh device state: no keys and values, no ids. Allocates, compiles nothing."""
-    shapes = state_shapes(plan)
-    return DeviceState(*(jax.device_put(np.zeros(leaf.shape, leaf.dtype)) for leaf in shapes))
+    return _zeros(state_shapes(plan))
+
+
+def pool_shapes(
+    kv_format: KvFormat, architecture: ModelArchitecture, num_pages: int, page_size: int, slots: int
+) -> BitmaskPages | Int8Pages | jax.ShapeDtypeStruct:
+    """Shapes of a page pool, in the structure that the ops take."""
+    shape = jax.ShapeDtypeStruct
+    pool, head_dim = (architecture.layers, num_pages, architecture.kv_heads), architecture.head_dim
+    if kv_format in BASE_BITS:
+        words = (*pool, page_size // BLOCK, BitmaskLayout(head_dim, BASE_BITS[kv_format]).words)
+        recent = (architecture.layers, slots, architecture.kv_heads, 2, RECENT, head_dim)
+        return BitmaskPages._make((shape(words, jnp.int32), shape(recent, jnp.bfloat16)))
+    if kv_format is KvFormat.INT8:
+        return Int8Pages._make((shape((*pool, int8_page_words(page_size, head_dim)), jnp.int32),))
+    return shape((*pool, 2, page_size, head_dim), _FLOAT_DTYPES[kv_format])
+
+
+def empty_pool(plan: Plan, num_pages: int, slots: int) -> Pages:
+    """A page pool of a plan's format without keys and values."""
+    return _zeros(pool_shapes(plan.kv_format, plan.architecture, num_pages, plan.page_size, slots))
+
+
+def _zeros(shapes: Any) -> Any:
+    return jax.tree.map(lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype)), shapes)
 
 
 def weight_shapes(plan: Plan) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes of the weight tree."""
-    specs = weight_specs(plan.architecture, plan.weight_form)
-    return {name: jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype)) for name, spec in specs.items()}
+    """Shapes of the weight tree, with the query energies where the format of keys and values needs them."""
+    arch, shape = plan.architecture, jax.ShapeDtypeStruct
+    specs = weight_specs(arch, plan.weight_form)
+    shapes = {name: shape(spec.shape, jnp.dtype(spec.dtype)) for name, spec in specs.items()}
+    if plan.kv_format in BASE_BITS:
+        shapes[QUERY_ENERGY] = shape((arch.layers, arch.kv_heads, arch.head_dim), jnp.dtype(jnp.float32))
+    return shapes
 
 
 def host_shapes(bucket: Bucket, vocab: int) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -93,9 +123,14 @@ def host_shapes(bucket: Bucket, vocab: int) -> tuple[jax.ShapeDtypeStruct, ...]:
     return shape((bucket.chunk,), jnp.int32), ints, floats
 
 
+def numerics_of(plan: Plan) -> Numerics:
+    """How a plan's programs do their arithmetic."""
+    return Numerics(plan.weight_form, plan.implementation, plan.attention)
+
+
 def _function(plan: Plan, bucket: Bucket) -> tuple[Callable[..., Any], tuple[Any, ...], int]:
     """What a bucket computes, its argument shapes, and the index of the donated state."""
-    numerics = Numerics(plan.weight_form, plan.implementation)
+    numerics = numerics_of(plan)
     host = host_shapes(bucket, plan.architecture.vocab)
     state = state_shapes(plan)
     match bucket.phase:

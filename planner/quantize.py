@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.rows import Rows
 from planner.architecture import ModelArchitecture
 from planner.decoder import Layer, LayerData, Numerics, PrefillContext, rms_norm, rope_of
 from planner.formats import WeightForm
@@ -145,11 +146,11 @@ def _layer_runner(
     architecture: ModelArchitecture, length: int
 ) -> Callable[..., tuple[jax.Array, dict[str, jax.Array]]]:
     """One jitted layer over one window of fresh text: (weights, hidden, index) -> (hidden, Gram matrices)."""
-    module: Any = Layer(architecture, Numerics(WeightForm.FLOAT32, "xla"))
+    module: Any = Layer(architecture, Numerics(WeightForm.FLOAT32, "xla", "xla"))
     rope = rope_of(architecture, jnp.arange(length))
     no_pages = jnp.zeros((architecture.layers, 1, architecture.kv_heads, 2, 16, architecture.head_dim))
     one = partial(jnp.full, (1,), dtype=jnp.int32)
-    context = PrefillContext(no_pages, jnp.zeros((1, 1), jnp.int32), one(0), one(length), one(0))
+    context = PrefillContext(no_pages, Rows(jnp.zeros((1, 1), jnp.int32), one(0), one(0), one(length), one(0)))
 
     @jax.jit
     def run(layer: dict[str, jax.Array], hidden: jax.Array, index: LayerData) -> tuple[jax.Array, dict[str, jax.Array]]:

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.errors import require
 from pallas_kernels.paged_decode import native, pallas, reference, xla
+from pallas_kernels.pages import Pages, pool_shape
 
 Implementation = Literal["reference", "xla", "native", "pallas"]
 
@@ -19,7 +20,7 @@ def paged_decode(
     q: Float[Array, "slots q_heads head_dim"],
     k: Float[Array, "slots kv_heads head_dim"],
     v: Float[Array, "slots kv_heads head_dim"],
-    pages: Float[Array, "layers num_pages kv_heads 2 page_size head_dim"],
+    pages: Pages,
     layer: Int32[Array, ""],
     page_table: Int32[Array, "slots width"],
     lengths: Int32[Array, " slots"],
@@ -35,7 +36,7 @@ def paged_decode(
         q: queries after rotary embedding; query head h reads key/value head ``h // (q_heads // kv_heads)``.
         k: the new token's keys, after rotary embedding.
         v: the new token's values.
-        pages: the pool; index 0 of the fourth axis holds keys, 1 values.
+        pages: the pool, in any format; row i is slot i of what a bitmask pool keeps in bf16.
         layer: the layer of the pool to read.
         page_table: page ids of each slot, in order of position; entries past the history are never read as meaning.
         lengths: positions already in pages, 0 for an empty slot (whose result is then its own ``v``).
@@ -48,15 +49,12 @@ def paged_decode(
         The attention output in q's dtype; softmax and sums are in float32.
 
     Raises:
-        ContractError: shapes or dtypes disagree.
+        ContractError: shapes or dtypes disagree, or the implementation does not take this pool.
     """
     slots, q_heads, head_dim = q.shape
-    _, _, kv_heads, two, _, page_dim = pages.shape
+    kv_heads = pool_shape(pages, head_dim).kv_heads
     require(k.shape == v.shape == (slots, kv_heads, head_dim), f"k {k.shape} and v {v.shape} must be one row a slot")
     require(q.dtype == k.dtype == v.dtype, f"q {q.dtype}, k {k.dtype} and v {v.dtype} must be of one dtype")
-    require(
-        two == 2 and page_dim == head_dim, f"pages {pages.shape} do not hold keys and values of head_dim {head_dim}"
-    )
     require(q_heads % kv_heads == 0, f"q_heads {q_heads} is no multiple of kv_heads {kv_heads}")
     require(
         page_table.shape[0] == slots and lengths.shape == (slots,),

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
+from pallas_kernels.pages import Pages, fetch, in_pages, pool_shape, recent, turned_back
 from pallas_kernels.softmax import Partial, capped, empty, finish, merge, weigh
 
 
@@ -11,7 +12,7 @@ def paged_decode(
     q: Float[Array, "slots q_heads head_dim"],
     k: Float[Array, "slots kv_heads head_dim"],
     v: Float[Array, "slots kv_heads head_dim"],
-    pages: Float[Array, "layers num_pages kv_heads 2 page_size head_dim"],
+    pages: Pages,
     layer: Int32[Array, ""],
     page_table: Int32[Array, "slots width"],
     lengths: Int32[Array, " slots"],
@@ -22,18 +23,21 @@ def paged_decode(
 ) -> Float[Array, "slots q_heads head_dim"]:
     """See ``op.paged_decode``."""
     slots, q_heads, head_dim = q.shape
-    kv_heads, page_size = pages.shape[2], pages.shape[4]
+    shape = pool_shape(pages, head_dim)
+    kv_heads, page_size = shape.kv_heads, shape.page_size
     grouped = (q.astype(jnp.float32) * scale).reshape(slots, kv_heads, q_heads // kv_heads, head_dim)
-    first_valid = jnp.where(window > 0, jnp.maximum(lengths - window + 1, 0), 0)
-    num_pages = (jnp.max(lengths) + page_size - 1) // page_size
-    first_page = jnp.min(jnp.where(lengths > 0, first_valid, jnp.iinfo(jnp.int32).max)) // page_size
+    in_window = jnp.where(window > 0, jnp.maximum(lengths - window + 1, 0), 0)
+    first_stored, end_stored = in_pages(pages, lengths)
+    first_valid = jnp.maximum(in_window, first_stored)
+    num_pages = (jnp.max(end_stored) + page_size - 1) // page_size
+    first_page = jnp.min(jnp.where(end_stored > 0, first_valid, jnp.iinfo(jnp.int32).max)) // page_size
 
     def turn(state: tuple[Array, Partial]) -> tuple[Array, Partial]:
         page, partial = state
         ids = jax.lax.dynamic_index_in_dim(page_table, page, axis=1, keepdims=False)
-        tile = pages.at[layer, ids].get(mode="clip").astype(jnp.float32)  # [slots kv_heads 2 page_size head_dim]
+        tile = fetch(pages, head_dim, layer, ids).astype(jnp.float32)  # [slots kv_heads 2 page_size head_dim]
         positions = page * page_size + jnp.arange(page_size)
-        valid = (positions < lengths[:, None]) & (positions >= first_valid[:, None])
+        valid = (positions < end_stored[:, None]) & (positions >= first_valid[:, None])
         scores = capped(jnp.einsum("skgd,skpd->skgp", grouped, tile[:, :, 0]), softcap)
         peak, total, weights = weigh(scores, valid[:, None, None])
         # garbage in a page that is not ours may be NaN: zero times NaN would reach the sum
@@ -48,4 +52,11 @@ def paged_decode(
     )
     start = (jnp.minimum(first_page, num_pages), empty(grouped.shape[:3], head_dim))
     _, history = jax.lax.while_loop(lambda state: state[0] < num_pages, turn, start)
-    return finish(merge(history, own)).reshape(slots, q_heads, head_dim).astype(q.dtype)
+    merged = merge(turned_back(pages, history), own)
+    beside = recent(pages, layer, jnp.arange(slots, dtype=jnp.int32), lengths)
+    if beside is not None:
+        valid = beside.valid & (beside.position >= in_window[:, None])
+        scores = capped(jnp.einsum("skgd,skpd->skgp", grouped, beside.k), softcap)
+        peak, total, weights = weigh(scores, valid[:, None, None])
+        merged = merge(merged, Partial(peak, total, jnp.einsum("skgp,skpd->skgd", weights, beside.v)))
+    return finish(merged).reshape(slots, q_heads, head_dim).astype(q.dtype)

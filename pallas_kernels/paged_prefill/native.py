@@ -6,15 +6,17 @@ import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.errors import require
+from pallas_kernels.pages import Pages, kind
 
 
 def paged_prefill(
     q: Float[Array, "tokens q_heads head_dim"],
     k: Float[Array, "tokens kv_heads head_dim"],
     v: Float[Array, "tokens kv_heads head_dim"],
-    pages: Float[Array, "layers num_pages kv_heads 2 page_size head_dim"],
+    pages: Pages,
     layer: Int32[Array, ""],
     page_table: Int32[Array, "rows width"],
+    slots: Int32[Array, " rows"],
     starts: Int32[Array, " rows"],
     lengths: Int32[Array, " rows"],
     offsets: Int32[Array, " rows"],
@@ -25,7 +27,11 @@ def paged_prefill(
     products: str,
 ) -> Float[Array, "tokens q_heads head_dim"]:
     """See ``op.paged_prefill``; bf16 products become float32 ones on a CPU without them."""
-    require(pages.dtype == jnp.float32, f"pages are {pages.dtype}; the native path holds float32 pages")
+    del slots
+    require(
+        isinstance(pages, jax.Array) and pages.dtype == jnp.float32,
+        f"pages are {kind(pages)}; the native path holds float32 pages",
+    )
     require(q.shape[2] % 16 == 0, f"head_dim {q.shape[2]} is no multiple of 16, which the native path needs")
     wide = [part.astype(jnp.float32) for part in (q, k, v)]
     out = jax.ffi.ffi_call("zccp_paged_prefill", jax.ShapeDtypeStruct(q.shape, jnp.float32))(

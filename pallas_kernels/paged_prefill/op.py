@@ -10,9 +10,10 @@ import jax
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.errors import require
-from pallas_kernels.paged_prefill import native, reference, xla
+from pallas_kernels.paged_prefill import native, pallas, reference, xla
+from pallas_kernels.pages import Pages, pool_shape
 
-Implementation = Literal["reference", "xla", "native"]
+Implementation = Literal["reference", "xla", "native", "pallas"]
 Products = Literal["float32", "bf16"]
 
 
@@ -20,9 +21,10 @@ def paged_prefill(
     q: Float[Array, "tokens q_heads head_dim"],
     k: Float[Array, "tokens kv_heads head_dim"],
     v: Float[Array, "tokens kv_heads head_dim"],
-    pages: Float[Array, "layers num_pages kv_heads 2 page_size head_dim"],
+    pages: Pages,
     layer: Int32[Array, ""],
     page_table: Int32[Array, "rows width"],
+    slots: Int32[Array, " rows"],
     starts: Int32[Array, " rows"],
     lengths: Int32[Array, " rows"],
     offsets: Int32[Array, " rows"],
@@ -39,9 +41,10 @@ def paged_prefill(
         q: queries of all chunks, after rotary embedding; query head h reads key/value head ``h // group``.
         k: the chunks' keys, after rotary embedding.
         v: the chunks' values.
-        pages: the pool; index 0 of the fourth axis holds keys, 1 values.
+        pages: the pool, in any format.
         layer: the layer of the pool to read.
         page_table: page ids of each row's sequence, in order of position.
+        slots: whose bf16 rows of a bitmask pool belong to each row; without meaning in other formats.
         starts: positions already in pages, which is the position of the row's first token.
         lengths: tokens of the row in this launch; 0 = an empty row.
         offsets: index of the row's first token; rows lie back to back in ascending order, empty rows last.
@@ -57,26 +60,27 @@ def paged_prefill(
         values without meaning.
 
     Raises:
-        ContractError: shapes or dtypes disagree.
+        ContractError: shapes or dtypes disagree, or the implementation does not take this pool.
     """
     tokens, q_heads, head_dim = q.shape
-    _, _, kv_heads, two, _, page_dim = pages.shape
+    kv_heads = pool_shape(pages, head_dim).kv_heads
     rows = page_table.shape[0]
     require(k.shape == v.shape == (tokens, kv_heads, head_dim), f"k {k.shape} and v {v.shape} must be one row a token")
     require(q.dtype == k.dtype == v.dtype, f"q {q.dtype}, k {k.dtype} and v {v.dtype} must be of one dtype")
-    require(
-        two == 2 and page_dim == head_dim, f"pages {pages.shape} do not hold keys and values of head_dim {head_dim}"
-    )
     require(q_heads % kv_heads == 0, f"q_heads {q_heads} is no multiple of kv_heads {kv_heads}")
     require(
-        starts.shape == lengths.shape == offsets.shape == (rows,),
-        f"starts {starts.shape}, lengths {lengths.shape} and offsets {offsets.shape} need one entry a row, {rows}",
+        slots.shape == starts.shape == lengths.shape == offsets.shape == (rows,),
+        f"slots {slots.shape}, starts {starts.shape}, lengths {lengths.shape} and offsets {offsets.shape} need one "
+        f"entry a row, {rows}",
     )
-    run = {"reference": reference.paged_prefill, "xla": xla.paged_prefill, "native": native.paged_prefill}[
-        implementation
-    ]
+    run = {
+        "reference": reference.paged_prefill,
+        "xla": xla.paged_prefill,
+        "native": native.paged_prefill,
+        "pallas": pallas.paged_prefill,
+    }[implementation]
     with jax.named_scope("paged_prefill"):
         return run(
-            q, k, v, pages, layer, page_table, starts, lengths, offsets, window,
+            q, k, v, pages, layer, page_table, slots, starts, lengths, offsets, window,
             scale=scale, softcap=softcap, products=products,
         )  # fmt: skip

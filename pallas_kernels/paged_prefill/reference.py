@@ -3,6 +3,8 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
+from pallas_kernels.pages import Pages, history
+
 
 def row_of_token(
     lengths: Int32[Array, " rows"], offsets: Int32[Array, " rows"], tokens: int
@@ -17,9 +19,10 @@ def paged_prefill(
     q: Float[Array, "tokens q_heads head_dim"],
     k: Float[Array, "tokens kv_heads head_dim"],
     v: Float[Array, "tokens kv_heads head_dim"],
-    pages: Float[Array, "layers num_pages kv_heads 2 page_size head_dim"],
+    pages: Pages,
     layer: Int32[Array, ""],
     page_table: Int32[Array, "rows width"],
+    slots: Int32[Array, " rows"],
     starts: Int32[Array, " rows"],
     lengths: Int32[Array, " rows"],
     offsets: Int32[Array, " rows"],
@@ -32,23 +35,21 @@ def paged_prefill(
     """See ``op.paged_prefill``; exact products, whatever is asked for."""
     del products
     tokens, q_heads, head_dim = q.shape
-    kv_heads, page_size = pages.shape[2], pages.shape[4]
+    kv_heads = k.shape[1]
     row = row_of_token(lengths, offsets, tokens)
     safe_row = jnp.minimum(row, page_table.shape[0] - 1)
     position = starts[safe_row] + jnp.arange(tokens) - offsets[safe_row]
-    history = pages[layer].at[page_table[safe_row]].get(mode="clip")  # tokens width kv_heads 2 page_size head_dim
-    history = jnp.moveaxis(history, 1, 3).reshape(tokens, kv_heads, 2, -1, head_dim).astype(jnp.float32)
-    history_position = jnp.arange(page_table.shape[1] * page_size)
-    history_valid = history_position[None] < starts[safe_row][:, None]
+    stored = history(pages, head_dim, layer, page_table, slots, starts)
+    keys, values, history_position, history_valid = (part[safe_row] for part in stored)
     chunk_valid = (row[:, None] == row[None]) & (position[None] <= position[:, None])
     floor = jnp.where(window > 0, position - window, -1)[:, None]
     valid = jnp.concatenate(
-        [history_valid & (history_position[None] > floor), chunk_valid & (position[None] > floor)], axis=1
+        [history_valid & (history_position > floor), chunk_valid & (position[None] > floor)], axis=1
     )[:, None, None]
     grouped = q.reshape(tokens, kv_heads, q_heads // kv_heads, head_dim).astype(jnp.float32) * scale
     scores = jnp.concatenate(
         [
-            jnp.einsum("tkgd,tkpd->tkgp", grouped, history[:, :, 0]),
+            jnp.einsum("tkgd,tkpd->tkgp", grouped, keys),
             jnp.einsum("tkgd,ukd->tkgu", grouped, k.astype(jnp.float32)),
         ],
         axis=-1,
@@ -58,8 +59,7 @@ def paged_prefill(
     scores = jnp.where(valid, scores, -jnp.inf)
     weights = jnp.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
-    split = history_position.shape[0]
-    old = jnp.where(history_valid[:, None, :, None], history[:, :, 1], 0.0)
-    out = jnp.einsum("tkgp,tkpd->tkgd", weights[..., :split], old)
+    split = history_position.shape[1]
+    out = jnp.einsum("tkgp,tkpd->tkgd", weights[..., :split], values)
     out += jnp.einsum("tkgu,ukd->tkgd", weights[..., split:], v.astype(jnp.float32))
     return out.reshape(tokens, q_heads, head_dim).astype(q.dtype)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels.paged_prefill.reference import row_of_token
+from pallas_kernels.pages import Pages, fetch, in_pages, pool_shape, recent, turned_back
 from pallas_kernels.softmax import Partial, capped, empty, finish, merge, weigh
 
 QUERY_TILE = 128
@@ -19,6 +20,7 @@ KEY_BLOCK = 512
 
 class _Rows(NamedTuple):
     page_table: Int32[Array, "rows width"]
+    slots: Int32[Array, " rows"]
     starts: Int32[Array, " rows"]
     lengths: Int32[Array, " rows"]
     offsets: Int32[Array, " rows"]
@@ -28,9 +30,10 @@ def paged_prefill(
     q: Float[Array, "tokens q_heads head_dim"],
     k: Float[Array, "tokens kv_heads head_dim"],
     v: Float[Array, "tokens kv_heads head_dim"],
-    pages: Float[Array, "layers num_pages kv_heads 2 page_size head_dim"],
+    pages: Pages,
     layer: Int32[Array, ""],
     page_table: Int32[Array, "rows width"],
+    slots: Int32[Array, " rows"],
     starts: Int32[Array, " rows"],
     lengths: Int32[Array, " rows"],
     offsets: Int32[Array, " rows"],
@@ -45,12 +48,12 @@ def paged_prefill(
     wanted = q.dtype
     if products == "bf16" and wanted == jnp.float32:
         q, k, v = (part.astype(jnp.bfloat16) for part in (q, k, v))
-    kv_heads = pages.shape[2]
+    kv_heads = k.shape[1]
     group = q_heads // kv_heads
     # kv_heads leads, so that each product is one batch of large matrices
     grouped = (q.astype(jnp.float32) * scale).astype(q.dtype).reshape(tokens, kv_heads, group, head_dim)
     grouped = jnp.moveaxis(grouped, 0, 2)  # kv_heads group tokens head_dim
-    rows = _Rows(page_table, starts, lengths, offsets)
+    rows = _Rows(page_table, slots, starts, lengths, offsets)
     row = row_of_token(lengths, offsets, tokens)
     safe_row = jnp.minimum(row, page_table.shape[0] - 1)
     position = starts[safe_row] + jnp.arange(tokens) - offsets[safe_row]
@@ -100,7 +103,7 @@ def _inside_chunk(
 def _history(
     own: Partial,
     grouped: Float[Array, "kv_heads group tokens head_dim"],
-    pages: Float[Array, "layers num_pages kv_heads 2 page_size head_dim"],
+    pages: Pages,
     layer: Int32[Array, ""],
     rows: _Rows,
     window: Int32[Array, ""],
@@ -121,9 +124,9 @@ def _history(
         queries = jax.lax.dynamic_slice_in_dim(padded, first, tile, axis=2)
         position = rows.starts[row] + local + jnp.arange(tile)
         in_row = local + jnp.arange(tile) < rows.lengths[row]
-        found = _over_pages(
-            queries, position, in_row, pages, layer, rows.page_table[row], rows.starts[row], window, softcap
-        )
+        found = _over_pages(queries, position, in_row, pages, layer, rows, row, window, softcap)
+        if (near := _recent(queries, position, in_row, pages, layer, rows, row, window, softcap)) is not None:
+            found = merge(found, near)
         before = Partial(*(jax.lax.dynamic_slice_in_dim(part, first, tile, axis=2) for part in state))
         after = merge(before, found)
         return Partial(
@@ -141,24 +144,27 @@ def _over_pages(
     queries: Float[Array, "kv_heads group tile head_dim"],
     position: Int32[Array, " tile"],
     in_row: Bool[Array, " tile"],
-    pages: Float[Array, "layers num_pages kv_heads 2 page_size head_dim"],
+    pages: Pages,
     layer: Int32[Array, ""],
-    table: Int32[Array, " width"],
-    start: Int32[Array, ""],
+    rows: _Rows,
+    row: Int32[Array, ""],
     window: Int32[Array, ""],
     softcap: float,
 ) -> Partial:
-    kv_heads, page_size = pages.shape[2], pages.shape[4]
+    shape = pool_shape(pages, queries.shape[3])
+    kv_heads, page_size, head_dim = shape.kv_heads, shape.page_size, shape.head_dim
+    table = rows.page_table[row]
+    first_stored, end_stored = (bound[0] for bound in in_pages(pages, rows.starts[row][None]))
     block_pages = min(max(1, KEY_BLOCK // page_size), table.shape[0])
     block = block_pages * page_size
     table = jnp.pad(table, (0, -table.shape[0] % block_pages))
 
     def one_block(index: Int32[Array, ""], partial: Partial) -> Partial:
         ids = jax.lax.dynamic_slice_in_dim(table, index * block_pages, block_pages)
-        both = pages.at[layer, ids].get(mode="clip")  # block_pages kv_heads 2 page_size head_dim
+        both = fetch(pages, head_dim, layer, ids)  # block_pages kv_heads 2 page_size head_dim
         both = jnp.moveaxis(both, 0, 2).reshape(kv_heads, 2, block, -1)
         key_position = index * block + jnp.arange(block)
-        stored = key_position < start
+        stored = (key_position >= first_stored) & (key_position < end_stored)
         valid = in_row[:, None] & stored[None]
         valid &= (window <= 0) | (key_position[None] > position[:, None] - window)
         keys = both[:, 0].astype(queries.dtype)
@@ -167,5 +173,26 @@ def _over_pages(
         return merge(partial, _attend(queries, keys, values, valid, softcap))
 
     oldest = jnp.where(window > 0, jnp.maximum(position[0] - window + 1, 0), 0) // block
-    blocks = (start + block - 1) // block
-    return jax.lax.fori_loop(jnp.minimum(oldest, blocks), blocks, one_block, empty(queries.shape[:3], queries.shape[3]))
+    blocks = (end_stored + block - 1) // block
+    nothing = empty(queries.shape[:3], head_dim)
+    return turned_back(pages, jax.lax.fori_loop(jnp.minimum(oldest, blocks), blocks, one_block, nothing))
+
+
+def _recent(
+    queries: Float[Array, "kv_heads group tile head_dim"],
+    position: Int32[Array, " tile"],
+    in_row: Bool[Array, " tile"],
+    pages: Pages,
+    layer: Int32[Array, ""],
+    rows: _Rows,
+    row: Int32[Array, ""],
+    window: Int32[Array, ""],
+    softcap: float,
+) -> Partial | None:
+    """What the row keeps outside of pages, if the format keeps anything there."""
+    beside = recent(pages, layer, rows.slots[row][None], rows.starts[row][None])
+    if beside is None:
+        return None
+    valid = in_row[:, None] & beside.valid
+    valid &= (window <= 0) | (beside.position > position[:, None] - window)
+    return _attend(queries, beside.k[0].astype(queries.dtype), beside.v[0].astype(queries.dtype), valid, softcap)

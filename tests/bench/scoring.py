@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.page_write.op import page_write
-from planner.decoder import DecodeContext, Decoder, Numerics, PrefillContext, logits_of, parameters
+from pallas_kernels.pages import Pages
+from pallas_kernels.rows import Rows
+from planner.decoder import DecodeContext, Decoder, PrefillContext, logits_of, parameters, write
 from planner.plan import Plan
-from planner.program import KV_DTYPES
+from planner.program import empty_pool, numerics_of
 
 Weights = Mapping[str, jax.Array]
 
@@ -41,14 +42,13 @@ def score(logits: np.ndarray, ids: Sequence[int]) -> Scores:
 
 def prefill_scorer(plan: Plan) -> Callable[[Weights, Sequence[int]], Scores]:
     """A function that scores one window as the single chunk of a prefill."""
-    arch, numerics = plan.architecture, Numerics(plan.weight_form, plan.implementation)
-    pool = (arch.layers, 1, arch.kv_heads, 2, plan.page_size, arch.head_dim)
+    arch, numerics = plan.architecture, numerics_of(plan)
 
     @jax.jit
     def logits(weights: Weights, ids: jax.Array) -> jax.Array:
         one = functools.partial(jnp.full, (1,), dtype=jnp.int32)
-        pages = jnp.zeros(pool, KV_DTYPES[plan.kv_format])
-        context = PrefillContext(pages, jnp.zeros((1, 1), jnp.int32), one(0), one(ids.shape[0]), one(0))
+        rows = Rows(jnp.zeros((1, 1), jnp.int32), one(0), one(0), one(ids.shape[0]), one(0))
+        context = PrefillContext(empty_pool(plan, 1, 1), rows)
         positions = jnp.arange(ids.shape[0], dtype=jnp.int32)
         hidden, _ = Decoder(arch, numerics).apply(parameters(weights), ids, positions, context)
         return logits_of(arch, numerics, weights, hidden)
@@ -73,9 +73,7 @@ def decode_scores(
     ids = np.asarray(windows, np.int32)
     rows, length = ids.shape
     width = -(-length // plan.page_size)
-    arch = plan.architecture
-    shape = (arch.layers, rows * width, arch.kv_heads, 2, plan.page_size, arch.head_dim)
-    pages = jax.device_put(np.zeros(shape, KV_DTYPES[plan.kv_format]))
+    pages = empty_pool(plan, rows * width, rows)
     table = jnp.arange(rows * width, dtype=jnp.int32).reshape(rows, width)
     step = jax.jit(functools.partial(_decode, plan), donate_argnums=1)
     loss = np.zeros(rows)
@@ -93,19 +91,19 @@ def decode_scores(
 def _decode(
     plan: Plan,
     weights: Weights,
-    pages: jax.Array,
+    pages: Pages,
     table: jax.Array,
     ids: jax.Array,
     following: jax.Array,
     position: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[Pages, jax.Array, jax.Array]:
     """One id a row at one position: the pages with it, the loss of the id that follows, the likeliest id."""
-    arch, numerics = plan.architecture, Numerics(plan.weight_form, plan.implementation)
+    arch, numerics = plan.architecture, numerics_of(plan)
     positions = jnp.full(ids.shape, position, jnp.int32)
     context = DecodeContext(pages, table, positions)
     hidden, new = Decoder(arch, numerics).apply(parameters(weights), ids, positions, context)
-    places = table[:, position // plan.page_size]
-    pages = page_write(pages, new.k, new.v, places, positions % plan.page_size, implementation=numerics.implementation)
+    slots = jnp.arange(ids.shape[0], dtype=jnp.int32)
+    pages = write(pages, new, Rows(table, slots, positions, jnp.ones_like(slots), slots), weights, numerics)
     logits = logits_of(arch, numerics, weights, hidden)
     losses = -jnp.take_along_axis(jax.nn.log_softmax(logits), following[:, None], axis=1)[:, 0]
     return pages, losses, jnp.argmax(logits, axis=1)

@@ -28,6 +28,7 @@ SETTINGS = {
     "kv_bytes": 0,
     "implementation": "xla",
 }
+FORMATS = (KvFormat.BF16, KvFormat.INT8, KvFormat.BMQ4, KvFormat.BMQ2)
 PAGE_BYTES = 64 * 2 * 30 * 3 * 64 * 4
 
 
@@ -83,7 +84,15 @@ def test_every_bucket_once_and_the_one_that_sets_a_slot():
         ({"context": 8193}, r"context 8193 is outside 1\.\.8192, the positions that the model was made for"),
         ({"context": -1}, r"context -1 is outside 1\.\.8192"),
         ({"page_size": 48}, r"page_size 48 is not one of \(16, 32, 64, 128, 256, 512\)"),
-        ({"kv_format": KvFormat.BMQ4}, "kv_format bmq4 is not available; use float32 or bf16"),
+        ({"kv_format": KvFormat.BMQ4}, "page_size 64 must be a multiple of 128 for kv_format bmq4"),
+        (
+            {"kv_format": KvFormat.BMQ2, "page_size": 128, "architecture": replace(ARCHITECTURE, head_dim=48)},
+            r"kv_format bmq2 takes the head dims \(8, 16, 32, 64, 80, 96, 128, 256\), this model has 48: use int8",
+        ),
+        (
+            {"kv_format": KvFormat.INT8, "architecture": replace(ARCHITECTURE, head_dim=6)},
+            "kv_format int8 takes head dims that 4 divides, this model has 6: use bf16 or float32",
+        ),
         ({"slots": 0}, r"slots 0 is outside 1\.\.1024"),
         ({"slots": 1025}, r"slots 1025 is outside 1\.\.1024"),
         ({"prefill_chunk": 31}, r"prefill_chunk 31 must be a multiple of 16 in 32\.\.8192"),
@@ -99,8 +108,8 @@ def test_every_bucket_once_and_the_one_that_sets_a_slot():
         ({"kv_bytes": -1}, "a page pool of -1 bytes holds -1 pages"),
         ({"implementation": "triton"}, r"implementation 'triton' is not one of \('xla', 'native'\)"),
         (
-            {"implementation": "native", "kv_format": KvFormat.BF16},
-            "implementation native needs float32 pages and a head_dim that 16 divides; this plan has bf16 and 64",
+            {"implementation": "native", "architecture": replace(ARCHITECTURE, head_dim=72)},
+            "implementation native needs a head_dim that 16 divides, this model has 72: use implementation xla",
         ),
     ],
 )
@@ -153,4 +162,7 @@ def test_the_default_code_path():
     assert chosen() == "native"
     assert chosen(features={*NATIVE_FEATURES, "amx_int8"}) == "native"
     assert chosen(features=set(NATIVE_FEATURES) - {"avx512_vnni"}) == "xla"
-    assert chosen(target="cpu_x86_64_v3") == chosen(kv_format=KvFormat.BF16) == chosen(head_dim=72) == "xla"
+    assert chosen(target="cpu_x86_64_v3") == chosen(head_dim=72) == "xla"
+    assert {chosen(kv_format=kv_format) for kv_format in KvFormat} == {"native"}
+    assert plan_of(implementation="native").attention == "native"
+    assert {plan_of(implementation="native", page_size=128, kv_format=f).attention for f in FORMATS} == {"xla"}

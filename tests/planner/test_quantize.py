@@ -30,7 +30,7 @@ MODELS = {
     "gemma3": GEMMA,
 }
 IDS = np.random.default_rng(9).integers(0, LLAMA.vocab, (4, 128)).astype(np.int32)
-INT8 = Numerics(WeightForm.INT8, "xla")
+INT8 = Numerics(WeightForm.INT8, "xla", "xla")
 
 
 def outliers(architecture, seed=0):

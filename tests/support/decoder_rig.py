@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.rows import Rows
 from pallas_kernels.sample.op import Sampled
 from planner.architecture import ModelArchitecture
 from planner.batch import NUM_FLOATS, NUM_INTS, NUM_SUPPRESSED, Float, Int
@@ -25,7 +26,7 @@ from planner.decoder import (
 from planner.formats import WeightForm
 from tests.support.quick import quick_jit
 
-FLOAT32 = Numerics(WeightForm.FLOAT32, "xla")
+FLOAT32 = Numerics(WeightForm.FLOAT32, "xla", "xla")
 
 
 def whole_logits(
@@ -37,7 +38,7 @@ def whole_logits(
         length = ids.shape[0]
         one = functools.partial(jnp.full, (1,), dtype=jnp.int32)
         pages = jnp.zeros((architecture.layers, 1, architecture.kv_heads, 2, 16, architecture.head_dim))
-        context = PrefillContext(pages, jnp.zeros((1, 1), jnp.int32), one(0), one(length), one(0))
+        context = PrefillContext(pages, Rows(jnp.zeros((1, 1), jnp.int32), one(0), one(0), one(length), one(0)))
         decoder = Decoder(architecture, numerics)
         hidden, _ = decoder.apply(parameters(weights), ids, jnp.arange(length), context)
         return logits_of(architecture, numerics, weights, hidden)

@@ -21,7 +21,14 @@ unchecked = inspect.unwrap(op.page_write)
 
 @functools.cache
 def compiled(implementation: str):
-    return jax.jit(functools.partial(op.page_write, implementation=implementation), donate_argnums=0)
+    return jax.jit(functools.partial(one_token_rows, implementation=implementation), donate_argnums=0)
+
+
+def one_token_rows(pages, k, v, page_ids, offsets, *, implementation):
+    """Each token is a row of its own with a table of one page."""
+    index = jnp.arange(page_ids.shape[0], dtype=jnp.int32)
+    rows = (page_ids[:, None], index, offsets, jnp.ones_like(index), index)
+    return op.page_write(pages, k, v, *rows, implementation=implementation)
 
 
 def run(implementation, *arrays):
@@ -88,7 +95,7 @@ def test_a_pool_that_was_not_given_away_stays_as_it_is(fast_implementations):
     arrays = of_case(SMALL[0])
     pages = jnp.asarray(arrays[0])
     for implementation in fast_implementations:
-        written = jax.jit(functools.partial(op.page_write, implementation=implementation))(pages, *arrays[1:])
+        written = jax.jit(functools.partial(one_token_rows, implementation=implementation))(pages, *arrays[1:])
         np.testing.assert_array_equal(written, exact.page_write(*arrays), implementation)
         np.testing.assert_array_equal(pages, arrays[0], implementation)
 
@@ -99,7 +106,8 @@ def zeros(*shape, dtype=np.float32):
 
 GOOD = {
     "pages": zeros(2, 3, 2, 2, 4, 8), "k": zeros(2, 5, 2, 8), "v": zeros(2, 5, 2, 8),
-    "page_ids": zeros(5, dtype=np.int32), "offsets": zeros(5, dtype=np.int32),
+    "page_table": zeros(3, 4, dtype=np.int32), "slots": zeros(3, dtype=np.int32), "starts": zeros(3, dtype=np.int32),
+    "lengths": zeros(3, dtype=np.int32), "offsets": zeros(3, dtype=np.int32),
 }  # fmt: skip
 
 
@@ -108,7 +116,8 @@ GOOD = {
     [
         ({"k": zeros(1, 5, 2, 8)}, r"k \(1, 5, 2, 8\) and v \(2, 5, 2, 8\) must be \(2, 5, 2, 8\)"),
         ({"v": zeros(2, 4, 2, 8)}, r"v \(2, 4, 2, 8\) must be \(2, 5, 2, 8\)"),
-        ({"offsets": zeros(4, dtype=np.int32)}, r"offsets \(4,\) and page_ids \(5,\) must agree"),
+        ({"offsets": zeros(4, dtype=np.int32)}, r"offsets \(4,\) need one entry a row, 3"),
+        ({"pages": zeros(2, 3, 2, 2, 4, 16)}, r"pages \(2, 3, 2, 2, 4, 16\) do not hold keys and values of head_dim 8"),
     ],
 )
 def test_contract(wrong, message):

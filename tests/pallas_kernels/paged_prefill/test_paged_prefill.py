@@ -52,8 +52,13 @@ def of_case(case: PrefillCase):
     return launch(rng, case.chunks, heads=heads, tokens=case.tokens, page_size=case.page_size, width=case.width)
 
 
+def with_slots(rows):
+    """The rows with a slot each, which float pools do not look at."""
+    return rows[0], np.arange(len(rows[1]), dtype=np.int32), *rows[1:]
+
+
 def run(implementation, data, layer, rows, window, *, scale=SCALE, softcap=0.0, quick=False):
-    arrays = (*data, np.int32(layer), *rows, np.int32(window))
+    arrays = (*data, np.int32(layer), *with_slots(rows), np.int32(window))
     return np.asarray(compiled(implementation, scale, softcap, quick)(*map(jnp.asarray, arrays)), np.float32)
 
 
@@ -123,7 +128,7 @@ def test_float32_operands_may_be_multiplied_in_bf16(fast_implementations, softca
     wanted = prefill_attention(q, k, v, pages, 0, *rows, 0, scale=SCALE, softcap=softcap)
     for implementation in fast_implementations:
         call = functools.partial(op.paged_prefill, scale=SCALE, softcap=softcap, implementation=implementation)
-        arrays = [*map(jnp.asarray, (q, k, v, pages)), jnp.int32(0), *map(jnp.asarray, rows), jnp.int32(0)]
+        arrays = [*map(jnp.asarray, (q, k, v, pages)), jnp.int32(0), *map(jnp.asarray, with_slots(rows)), jnp.int32(0)]
         rounded, exact = (
             np.asarray(jax.jit(functools.partial(call, products=p))(*arrays)) for p in ("bf16", "float32")
         )
@@ -181,8 +186,9 @@ def zeros(*shape, dtype=np.float32):
 
 GOOD = {
     "q": zeros(6, 4, 8), "k": zeros(6, 2, 8), "v": zeros(6, 2, 8), "pages": zeros(1, 3, 2, 2, 4, 8),
-    "layer": jnp.int32(0), "page_table": zeros(2, 3, dtype=np.int32), "starts": zeros(2, dtype=np.int32),
-    "lengths": zeros(2, dtype=np.int32), "offsets": zeros(2, dtype=np.int32), "window": jnp.int32(0),
+    "layer": jnp.int32(0), "page_table": zeros(2, 3, dtype=np.int32), "slots": zeros(2, dtype=np.int32),
+    "starts": zeros(2, dtype=np.int32), "lengths": zeros(2, dtype=np.int32), "offsets": zeros(2, dtype=np.int32),
+    "window": jnp.int32(0),
 }  # fmt: skip
 
 
