@@ -1,7 +1,6 @@
 """Bits: bf16 numbers and small codes inside int32 words.
 
-Owns the packing arithmetic that every format shares. Two bf16 numbers share a word as their bit patterns; rounding to
-bf16 goes outwards where a range must be covered.
+Owns the packing arithmetic that every format shares. Two bf16 numbers share a word as their bit patterns.
 """
 
 import jax
@@ -21,16 +20,13 @@ def floats(bits: UInt32[Array, "*n"]) -> Float[Array, "*n"]:
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def bf16_above(x: Float[Array, "*n"]) -> Float[Array, "*n"]:
-    """The least bf16 number that is not below ``x >= 0``, as float32."""
-    return floats((patterns(x) + jnp.uint32(0xFFFF)) & jnp.uint32(UPPER))
+def bf16_nearest(x: Float[Array, "*n"]) -> Float[Array, "*n"]:
+    """The bf16 number next to each finite number, ties to even, as float32.
 
-
-def bf16_below(x: Float[Array, "*n"]) -> Float[Array, "*n"]:
-    """The largest bf16 number that is not above ``x``, as float32."""
+    By bits, since a compiler may drop a conversion to bf16 and back.
+    """
     bits = patterns(x)
-    away = jnp.where(x < 0, jnp.uint32(0xFFFF), jnp.uint32(0))
-    return floats((bits + away) & jnp.uint32(UPPER))
+    return floats((bits + jnp.uint32(0x7FFF) + ((bits >> 16) & jnp.uint32(1))) & jnp.uint32(UPPER))
 
 
 def pair(lower: Float[Array, "*n"], upper: Float[Array, "*n"]) -> Int32[Array, "*n"]:

@@ -1,7 +1,7 @@
 """kv_int8: keys and values as codes of eight bits, one scale a position and head.
 
 Owns the rounding and the words; ``kv_layout`` has their places. A vector's codes are ``x / scale`` in -127..127, with
-the bf16 number next above ``max |x| / 127`` as scale. Source: per-token, per-head KV quantisation as servers commonly
+the bf16 number nearest to ``max |x| / 127`` as scale. Source: per-token, per-head KV quantisation as servers commonly
 do it.
 """
 
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.bits import bf16_above, pack, pair, unpair
+from pallas_kernels.bits import bf16_nearest, pack, pair, unpair
 from pallas_kernels.kv_layout import int8_page_size
 
 MOST = 127
@@ -19,7 +19,7 @@ _LEAST_SCALE = 1e-30
 def quantize(x: Float[Array, "*n head_dim"]) -> tuple[Int32[Array, "*n words"], Float[Array, "*n"]]:
     """The code words and the scales of vectors, four channels a word."""
     wide = x.astype(jnp.float32)
-    scale = bf16_above(jnp.maximum(jnp.max(jnp.abs(wide), axis=-1) / MOST, _LEAST_SCALE))
+    scale = bf16_nearest(jnp.maximum(jnp.max(jnp.abs(wide), axis=-1) / MOST, _LEAST_SCALE))
     codes = jnp.clip(jnp.floor(wide / scale[..., None] + 0.5), -MOST, MOST).astype(jnp.int32)
     by_byte = jnp.swapaxes(codes.reshape(*codes.shape[:-1], 4, -1), -1, -2)
     return pack(by_byte, 8), scale

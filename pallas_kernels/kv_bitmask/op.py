@@ -2,11 +2,12 @@
 
 The rounding, for a block of 128 positions of one key/value head. Words are laid out as ``kv_layout`` says.
 
-- A key channel has codes ``(k - minimum) / scale`` between its smallest and largest value, of ``base_bits`` bits. The
-  channels whose rounding would disturb the scores most, ``energy * error``, get two bits more: a bitmask marks them,
-  and the upper bits of all marked channels lie together, in lanes. There are always equally many, so that a block has
-  one size. Scale and minimum are bf16, rounded outwards so that every value lies in the range, before codes are made.
-- A value vector is rotated, and its channels are ``scale * (code - 7.5)`` with codes of four bits.
+- A key channel has codes ``(k - minimum) / scale`` of ``base_bits`` bits. The channels whose rounding would disturb the
+  scores most, ``energy * range**2``, get two bits more: a bitmask marks them, and the upper bits of all marked channels
+  lie together, in lanes. There are always equally many, so that a block has one size. Codes span a part of the range
+  (``rounding.SHARE_OF_RANGE``); scale and minimum are bf16 numbers, and codes are made from them as they are.
+- A value vector is rotated, and its channels are ``scale * (code - 7.5)`` with codes of four bits, the scale an eighth
+  of the largest channel.
 
 A score is ``sum_d (q_d scale_d) (low + 2^base_bits high)_d + sum_d q_d minimum_d``, and a weighted sum of values
 ``sum_t (p_t scale_t) code_t - 7.5 sum_t p_t scale_t``: an implementation folds scales into queries and weights and

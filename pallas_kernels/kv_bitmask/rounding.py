@@ -9,15 +9,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
-from pallas_kernels.bits import bf16_above, bf16_below
+from pallas_kernels.bits import bf16_nearest
 from pallas_kernels.kv_bitmask.rotation import rotation
 from pallas_kernels.kv_layout import HIGH_BITS, BitmaskLayout
 
-CLIPS = (1.0, 0.9, 0.8, 0.7, 0.6)
-"""Shares of a value vector's largest channel that its range may end at; the one with the least error is taken."""
+SHARE_OF_RANGE = {2: 0.75, 4: 0.98, 6: 1.0}
+"""Share of a key channel's range that its codes span, about the middle, by their bits: a few keys are cut, the others
+lie closer to a code."""
 
 MIDDLE = 7.5
 """Of the codes of a value."""
+
+_VALUE_SPAN = 8.0  # scales that a value vector's largest channel is long: half a code is cut
 
 _LEAST_SCALE = 1e-30  # a channel may be constant
 
@@ -46,39 +49,26 @@ def round_keys(
     layout: BitmaskLayout,
 ) -> KeyCodes:
     """See ``op.quantize``."""
-    most = (1 << layout.base_bits) - 1
-    most_wide = (1 << layout.base_bits + HIGH_BITS) - 1
     counts = counted[..., None]
-    least = bf16_below(jnp.min(jnp.where(counts, k, jnp.inf), axis=-2))
-    extent = jnp.max(jnp.where(counts, k, -jnp.inf), axis=-2) - least
-    narrow = bf16_above(jnp.maximum(extent / most, _LEAST_SCALE))
-    wide = bf16_above(jnp.maximum(extent / most_wide, _LEAST_SCALE))
-    from_least = k - least[..., None, :]
-    coarse = jnp.clip(jnp.floor(from_least / narrow[..., None, :] + 0.5), 0, most)
-    fine = jnp.clip(jnp.floor(from_least / wide[..., None, :] + 0.5), 0, most_wide)
-    error = jnp.where(counts, from_least - coarse * narrow[..., None, :], 0.0)
-    disturbance = energy * jnp.sum(error * error, axis=-2)
+    lowest = jnp.min(jnp.where(counts, k, jnp.inf), axis=-2)
+    highest = jnp.max(jnp.where(counts, k, -jnp.inf), axis=-2)
+    disturbance = energy * (highest - lowest) ** 2
     channels = jnp.sort(jax.lax.top_k(disturbance, layout.lanes)[1], axis=-1)
     marked = jnp.any(channels[..., None] == jnp.arange(layout.head_dim), axis=-2)
-    codes = jnp.where(marked[..., None, :], fine, coarse).astype(jnp.int32)
-    return KeyCodes(codes, channels, marked, jnp.where(marked, wide, narrow), least)
+    bits = jnp.where(marked, layout.base_bits + HIGH_BITS, layout.base_bits)
+    share = jnp.where(marked, SHARE_OF_RANGE[layout.base_bits + HIGH_BITS], SHARE_OF_RANGE[layout.base_bits])
+    most = (2**bits - 1).astype(jnp.float32)
+    middle, half = (highest + lowest) * 0.5, (highest - lowest) * 0.5 * share
+    least = bf16_nearest(middle - half)
+    scale = bf16_nearest(jnp.maximum((middle + half - least) / most, _LEAST_SCALE))
+    codes = jnp.floor((k - least[..., None, :]) / scale[..., None, :] + 0.5)
+    codes = jnp.clip(codes, 0.0, most[..., None, :]).astype(jnp.int32)
+    return KeyCodes(codes, channels, marked, scale, least)
 
 
 def round_values(v: Float[Array, "*blocks 128 head_dim"]) -> ValueCodes:
     """See ``op.quantize``."""
     turned = jnp.einsum("...td,de->...te", v, jnp.asarray(rotation(v.shape[-1])), precision="highest")
-    largest = jnp.max(jnp.abs(turned), axis=-1)
-
-    def rounded(clip: float) -> tuple[Array, Array, Array]:
-        scale = bf16_above(jnp.maximum(largest * (clip / MIDDLE), _LEAST_SCALE))
-        codes = jnp.clip(jnp.floor(turned / scale[..., None] + (MIDDLE + 0.5)), 0, 2 * MIDDLE)
-        error = turned - (codes - MIDDLE) * scale[..., None]
-        return codes, scale, jnp.sum(error * error, axis=-1)
-
-    codes, scale, error = rounded(CLIPS[0])
-    for clip in CLIPS[1:]:
-        other_codes, other_scale, other_error = rounded(clip)
-        better = other_error < error
-        codes = jnp.where(better[..., None], other_codes, codes)
-        scale, error = jnp.where(better, other_scale, scale), jnp.where(better, other_error, error)
-    return ValueCodes(codes.astype(jnp.int32), scale)
+    scale = bf16_nearest(jnp.maximum(jnp.max(jnp.abs(turned), axis=-1) / _VALUE_SPAN, _LEAST_SCALE))
+    codes = jnp.floor(turned / scale[..., None] + (MIDDLE + 0.5))
+    return ValueCodes(jnp.clip(codes, 0.0, 2 * MIDDLE).astype(jnp.int32), scale)
