@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.access import DIRECT
 from pallas_kernels.errors import require
+from pallas_kernels.pages import Pages, kind
 from pallas_kernels.softmax import MASKED
 
 LEAST_HEAD_DIM, MOST_HEAD_DIM = 8, 256
@@ -371,7 +372,7 @@ def paged_prefill(
     q: Float[Array, "tokens q_heads head_dim"],
     k: Float[Array, "tokens kv_heads head_dim"],
     v: Float[Array, "tokens kv_heads head_dim"],
-    pages: Float[Array, "layers num_pages kv_heads 2 page_size head_dim"],
+    pages: Pages,
     layer: Int32[Array, ""],
     page_table: Int32[Array, "rows width"],
     slots: Int32[Array, " rows"],
@@ -396,12 +397,14 @@ def paged_prefill(
     """
     del slots
     tokens, q_heads, head_dim = q.shape
+    require(
+        isinstance(pages, jax.Array) and pages.dtype in (jnp.bfloat16, jnp.float32),
+        f"pages are {kind(pages)}; this kernel takes bf16 and float32",
+    )
     kv_heads = pages.shape[2]
-    group = q_heads // kv_heads
-    require(pages.dtype in (jnp.bfloat16, jnp.float32), f"pages are {pages.dtype}; this kernel takes bf16 and float32")
     require(scale > 0, f"scale {scale} is not positive, which this kernel needs to find the largest score")
     tile = tile or tiling(tokens, q_heads, kv_heads, head_dim)
-    plan = _plan(starts, lengths, offsets, tokens, group, tile.queries)
+    plan = _plan(starts, lengths, offsets, tokens, q_heads // kv_heads, tile.queries)
     operands = jnp.bfloat16 if products == "bf16" else q.dtype
     out = pl.pallas_call(
         functools.partial(_kernel, pool=pages.shape, tile=tile, softmax=_Softmax(scale, softcap)),

@@ -5,9 +5,9 @@ from importlib import import_module
 import pytest
 
 from appliance.bench import kernels, runner
-from appliance.bench.kernels import Examined, figures
+from appliance.bench.kernels_static import DECODE, PREFILL, Examined, figures
 
-GOOD = Examined("good", 80, 0, 37_896, 4, 16, 29, 1.01)
+GOOD = Examined(DECODE, "good", 80, 0, 37_896, 4, 16, 29, 1.01)
 
 
 def figure(*cases: Examined) -> dict[str, tuple[float, bool | None]]:
@@ -15,8 +15,8 @@ def figure(*cases: Examined) -> dict[str, tuple[float, bool | None]]:
 
 
 def test_a_figure_is_the_worst_of_all_cases() -> None:
-    bad = Examined("bad", 255, 40, 83_457, 1, 0, 0, 1.11)
-    short = Examined("short", 64, 0, 20_000, 7, 8, 4, None)
+    bad = Examined(DECODE, "bad", 255, 40, 83_457, 1, 0, 0, 1.11)
+    short = Examined(DECODE, "short", 64, 0, 20_000, 7, 8, 4, None)
     assert figure(GOOD, bad, short) == {
         "spill_bytes_max": (40, False),
         "cases_without_mma": (1, False),
@@ -29,9 +29,23 @@ def test_a_figure_is_the_worst_of_all_cases() -> None:
     assert all(met is not False for _, met in figure(GOOD, short).values())
 
 
+def test_prefill_has_figures_of_its_own() -> None:
+    prefill = Examined(PREFILL, "long", 239, 0, 166_913, 1, 512, 96, None)
+    assert figure(prefill) == {
+        "spill_bytes_max": (0, True),
+        "cases_without_mma": (0, True),
+        "cases_without_cp_async": (0, None),
+        "registers_max": (239, None),
+        "smem_prefill_max": (166_913, False),
+        "prefill_ctas_per_sm_min": (1, None),
+    }
+    assert figure(GOOD, prefill)["smem_decode_max"] == (37_896, True)
+
+
 def test_a_case_is_a_line() -> None:
     assert GOOD.line() == (
-        "good: 80 registers, 0 B spilt, 37896 B shared, 4 CTAs, 16 mma.sync, 29 cp.async, bytes 1.0100 of the minimum"
+        "paged_decode good: 80 registers, 0 B spilt, 37896 B shared, 4 CTAs, 16 mma.sync, 29 cp.async, "
+        "bytes 1.0100 of the minimum"
     )
 
 

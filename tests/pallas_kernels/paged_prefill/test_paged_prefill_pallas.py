@@ -14,6 +14,7 @@ from pallas_kernels.model_shapes import SMOLLM2_135M, HeadShape
 from pallas_kernels.paged_prefill import examine, pallas
 from pallas_kernels.paged_prefill.cases import CASES, PrefillCase
 from pallas_kernels.paged_prefill.pallas import Tiling, channel_chunks, tiling
+from pallas_kernels.pages import Int8Pages
 from tests.support.exact import prefill_attention
 from tests.support.paged import LAYERS, paged_history
 
@@ -58,7 +59,7 @@ def run(data, layer, rows, window, *, scale=SCALE, softcap=0.0, tile=None, produ
     table, *rest = rows
     slots = np.zeros(len(table), np.int32)
     arrays = (*data, np.int32(layer), table, slots, *rest, np.int32(window))
-    return np.asarray(compiled(scale, softcap, tile, products)(*map(jnp.asarray, arrays)), np.float32)
+    return np.asarray(compiled(scale, softcap, tile, products)(*jax.tree.map(jnp.asarray, arrays)), np.float32)
 
 
 def check(got, wanted, rows, tolerance):
@@ -216,5 +217,7 @@ def test_pages_of_another_dtype_and_a_scale_that_is_not_positive_are_refused():
     (*new, pages), rows = of_case(SMALL[0])
     with pytest.raises(ContractError, match="pages are float16; this kernel takes bf16 and float32"):
         run((*new, pages.astype(np.float16)), 0, rows, 0)
+    with pytest.raises(ContractError, match="pages are Int8Pages; this kernel takes bf16 and float32"):
+        run((*new, Int8Pages(np.zeros((1, 2, 3, 16 * 33), np.int32))), 0, rows, 0)
     with pytest.raises(ContractError, match=r"scale -1.0 is not positive, which this kernel needs"):
         run((*new, pages), 0, rows, 0, scale=-1.0)

@@ -1,0 +1,172 @@
+"""What the attention kernels take on a GPU, from their machine code and their addresses, without the GPU.
+
+Compiles every case of every kernel for the card, reads the compiler's reports, and counts the bytes of decoding over
+long contexts from the addresses that the kernel asks for. Says nothing about time. Needs the extra ``aot``.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from appliance.bench.report import Findings, Result, installed
+from appliance.bench.runner import BenchContext, BenchError, BenchUseError
+
+if TYPE_CHECKING:
+    from pallas_kernels.card import Card
+    from pallas_kernels.compiled import KernelCode
+
+DECODE, PREFILL = "paged_decode", "paged_prefill"
+KERNELS = (DECODE, PREFILL)
+
+SHARED_BYTES = {DECODE: 83_456, PREFILL: 166_912}
+BLOCKS_DECODE = 2
+BYTES_OVER_MINIMUM = 1.10
+LONG_CONTEXT = 8_192
+"""Positions from which on bytes are counted: below, a launch is bound by other things."""
+_PACKAGES = ("jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12")
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """One case: what its code takes on the card, and its bytes over the least (None where they are not counted)."""
+
+    kernel: str
+    name: str
+    registers: int
+    local_bytes: int
+    shared_bytes: int
+    blocks: int
+    tensor_products: int
+    async_copies: int
+    bytes_over_minimum: float | None
+
+    def line(self) -> str:
+        """The case for people."""
+        moved = "" if self.bytes_over_minimum is None else f", bytes {self.bytes_over_minimum:.4f} of the minimum"
+        return (
+            f"{self.kernel} {self.name}: {self.registers} registers, {self.local_bytes} B spilt, "
+            f"{self.shared_bytes} B shared, {self.blocks} CTAs, {self.tensor_products} mma.sync, "
+            f"{self.async_copies} cp.async{moved}"
+        )
+
+
+def run(context: BenchContext, target: str) -> Findings:
+    """Examine every case of every kernel.
+
+    Raises:
+        BenchUseError: the extra is not installed.
+        BenchError: a case does not compile.
+    """
+    examined = examine(context, target)
+    return Findings(
+        figures(examined),
+        (
+            *(case.line() for case in examined),
+            "spilt: local memory of a thread; CTAs: at once on a multiprocessor; bytes: 32-byte sectors, no caches",
+            "bytes are counted for paged_decode: tiles of paged_prefill find most of theirs in a cache",
+            "decode_bandwidth_pct, prefill_peak_pct: --device measures them on a GPU",
+            "bmq4_speedup_64k: this version has no such kernel",
+        ),
+        installed(_PACKAGES),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    kernel: str
+    name: str
+    code: "Callable[[Card], KernelCode]"
+    ratio: Callable[[], float] | None
+
+
+def _jobs() -> list[_Job]:
+    from pallas_kernels.paged_decode import cases as decode_cases  # noqa: PLC0415 - they load jax
+    from pallas_kernels.paged_decode import examine as decode  # noqa: PLC0415
+    from pallas_kernels.paged_prefill import cases as prefill_cases  # noqa: PLC0415
+    from pallas_kernels.paged_prefill import examine as prefill  # noqa: PLC0415
+
+    def ratio(case: decode_cases.DecodeCase) -> float:
+        return decode.traffic(case).ratio
+
+    found = list[_Job]()
+    for case in decode_cases.CASES:
+        counted = functools.partial(ratio, case) if min(case.lengths) >= LONG_CONTEXT else None
+        found.append(_Job(DECODE, f"{case.name} page {case.page_size}", functools.partial(decode.code, case), counted))
+    for case in prefill_cases.CASES:
+        found.append(_Job(PREFILL, f"{case.name} page {case.page_size}", functools.partial(prefill.code, case), None))
+    return found
+
+
+def examine(context: BenchContext, target: str, kernels: Sequence[str] = KERNELS) -> tuple[Examined, ...]:
+    """Every case of some kernels.
+
+    Raises:
+        BenchUseError: the extra is not installed.
+        BenchError: a case does not compile.
+    """
+    import jax  # noqa: PLC0415 - and the modules below load it
+
+    from pallas_kernels.card import find_card  # noqa: PLC0415
+    from pallas_kernels.compiled import CompileError, missing  # noqa: PLC0415
+
+    if lacking := missing():
+        raise BenchUseError(lacking)
+    jax.config.update("jax_platforms", "cpu")
+    card, found = find_card(target), list[Examined]()
+    jobs = [job for job in _jobs() if job.kernel in kernels]
+    for done, job in enumerate(jobs):
+        context.progress(f"compiling for {target}", done, len(jobs))
+        try:
+            code = job.code(card)
+        except CompileError as error:
+            raise BenchError(f"{job.kernel} {job.name}: {error}") from error
+        found.append(
+            Examined(
+                job.kernel,
+                job.name,
+                code.registers,
+                code.spill_bytes + code.stack_bytes,
+                code.shared_bytes,
+                code.blocks,
+                code.tensor_products,
+                code.async_copies,
+                None if job.ratio is None else job.ratio(),
+            )
+        )
+    return tuple(found)
+
+
+def figures(examined: Sequence[Examined]) -> tuple[Result, ...]:
+    """The worst of all cases, with its target; of a kernel without any case there is no figure."""
+    spilt = [case.local_bytes for case in examined]
+    without = [float(not case.tensor_products) for case in examined]
+    copies = [float(not case.async_copies) for case in examined]
+    registers = [case.registers for case in examined]
+    count = len(examined)
+    found = [
+        Result("spill_bytes_max", max(spilt), "B", count, _ends(spilt), 0, "=="),
+        Result("cases_without_mma", sum(without), "cases", count, _ends(without), 0, "=="),
+        Result("cases_without_cp_async", sum(copies), "cases", count, _ends(copies)),
+        Result("registers_max", max(registers), "registers", count, _ends(registers)),
+    ]
+    for kernel, name in ((DECODE, "decode"), (PREFILL, "prefill")):
+        shared = [case.shared_bytes for case in examined if case.kernel == kernel]
+        blocks = [case.blocks for case in examined if case.kernel == kernel]
+        if not shared:
+            continue
+        least = (BLOCKS_DECODE, ">=") if kernel == DECODE else (None, None)
+        found += (
+            Result(f"smem_{name}_max", max(shared), "B", len(shared), _ends(shared), SHARED_BYTES[kernel], "<="),
+            Result(f"{name}_ctas_per_sm_min", min(blocks), "CTAs", len(blocks), _ends(blocks), *least),
+        )
+    moved = [case.bytes_over_minimum for case in examined if case.bytes_over_minimum is not None]
+    if moved:
+        found.append(
+            Result("bytes_over_minimum_max", max(moved), "ratio", len(moved), _ends(moved), BYTES_OVER_MINIMUM, "<=")
+        )
+    return tuple(found)
+
+
+def _ends(values: Sequence[float]) -> tuple[float, float]:
+    return min(values), max(values)
