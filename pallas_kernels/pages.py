@@ -29,7 +29,7 @@ class BitmaskPages(NamedTuple):
     """A pool of blocks of 128 positions, bmq4 or bmq2, and what each slot keeps in bf16; ``kv_layout`` has the words.
 
     Of a sequence of n positions the blocks hold those from 16 up to the last full block's end. ``recent`` holds the
-    first 16 in rows 0..15, and position p behind the last full block in row ``16 + p % 128``.
+    first 16 in rows 0..15, and any other position p behind the last full block in row ``16 + p % 128``.
     """
 
     words: Int32[Array, "layers num_pages kv_heads blocks block_words"]
@@ -136,7 +136,7 @@ def recent(
     row = jnp.arange(both.shape[3], dtype=jnp.int32)
     opened = (lengths // BLOCK * BLOCK)[:, None]
     position = jnp.where(row < SINKS, row, opened + row - SINKS)
-    # the first positions lie in both places while the first block is not full
+    # while the first block is not full, nothing lies in rows 16..31
     valid = (position < lengths[:, None]) & ((row < SINKS) | (position >= SINKS))
     values = jnp.where(valid[:, None, :, None], both[:, :, 1], 0.0)
     return Positions(both[:, :, 0], values, position, valid)
