@@ -15,6 +15,7 @@ from pallas_kernels.paged_decode import op, pallas
 from pallas_kernels.paged_decode.cases import CASES, DecodeCase
 from pallas_kernels.paged_decode.pallas import Tiling, channel_chunks, tiling
 from tests.support.exact import decode_attention
+from tests.support.gpu_lowering import lowered_for_a100
 from tests.support.paged import LAYERS, paged_history
 
 pytestmark = pytest.mark.interpret
@@ -142,7 +143,7 @@ def lowered(case: DecodeCase, dtype: object) -> str:
         *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((), (slots, case.width), (slots,), ())),
     )
     run = functools.partial(op.paged_decode, scale=SCALE, softcap=case.softcap, implementation="pallas")
-    return jax.jit(run).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    return lowered_for_a100(run, *arguments)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if "8k" not in case.name], ids=lambda case: case.name)

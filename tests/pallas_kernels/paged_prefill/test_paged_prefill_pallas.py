@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from pallas_kernels.errors import ContractError
 from pallas_kernels.model_shapes import SMOLLM2_135M, HeadShape
-from pallas_kernels.paged_prefill import examine, pallas
+from pallas_kernels.paged_prefill import examine, op, pallas
 from pallas_kernels.paged_prefill.cases import CASES, PrefillCase
 from pallas_kernels.paged_prefill.pallas import Tiling, channel_chunks, tiling
 from pallas_kernels.pages import Int8Pages
 from tests.support.exact import prefill_attention
+from tests.support.gpu_lowering import lowered_for_a100
 from tests.support.paged import LAYERS, paged_history
 
 pytestmark = pytest.mark.interpret
@@ -189,9 +190,8 @@ def test_the_plan_names_the_row_and_the_first_pair_of_each_tile():
 
 @pytest.mark.parametrize("case", LOWERED, ids=lambda case: case.name)
 def test_it_lowers_for_a_gpu_as_triton(case):
-    run = functools.partial(pallas.paged_prefill, scale=SCALE, softcap=case.softcap)
-    traced = jax.jit(run).trace(*examine.shapes(case, 2))
-    assert "__gpu$xla.gpu.triton" in traced.lower(lowering_platforms=("cuda",)).as_text()
+    run = functools.partial(op.paged_prefill, scale=SCALE, softcap=case.softcap, implementation="pallas")
+    assert "__gpu$xla.gpu.triton" in lowered_for_a100(run, *examine.shapes(case, 2))
 
 
 def test_chunks_cover_the_head_dim_in_powers_of_two():
