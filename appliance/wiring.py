@@ -68,6 +68,7 @@ def build_engine(
             prefill_budget=plan.prefill_budget,
             max_waiting=config.engine.max_waiting,
             max_waiting_tokens=config.engine.max_waiting_tokens,
+            share_prompts=plan.kv_format not in BASE_BITS,
         ),
     )
     vocab = plan.architecture.vocab

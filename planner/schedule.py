@@ -24,7 +24,8 @@ the last wasted row has.
 
 A request of several choices: the first is the leader. The others wait until the leader's full prompt pages are
 computed, share them, and compute only the rest, at least the last prompt id. When the leader goes, another choice
-leads. Waiting sequences hold no pages.
+leads. Waiting sequences hold no pages. Where slots keep positions beside the pages, pages alone are not a prompt, and
+every choice computes its own.
 """
 
 import heapq
@@ -47,7 +48,7 @@ class SchedulerSettings:
     ``prefill_budget`` bounds decode rows and prompt ids of a step together while anything decodes, which bounds the
     time between two ids of a stream. ``max_waiting`` counts sequences and ``max_waiting_tokens`` their ids.
     ``max_overtakes`` is how many sequences may be admitted past one that does not fit. Chunks start at multiples of
-    ``chunk_align`` positions.
+    ``chunk_align`` positions. ``share_prompts`` says whether the pages of a prompt serve all choices of its request.
 
     Raises:
         ValueError: a bound is below its least value.
@@ -58,6 +59,7 @@ class SchedulerSettings:
     max_waiting_tokens: int = 1 << 20
     max_overtakes: int = 64
     chunk_align: int = 16
+    share_prompts: bool = True
 
     def __post_init__(self) -> None:
         for name in ("prefill_budget", "max_waiting", "max_waiting_tokens", "chunk_align"):
@@ -346,7 +348,7 @@ class Scheduler:
 
     def _shareable_pages(self, leader: Sequence) -> int:
         """Prompt pages that another choice may use as they are: full, and never the one with the last prompt id."""
-        return (leader.prompt_len - 1) // self.pool.page_size
+        return (leader.prompt_len - 1) // self.pool.page_size if self._settings.share_prompts else 0
 
     def _shared_pages(self, sequence: Sequence) -> list[int]:
         leader = sequence.leader

@@ -186,6 +186,15 @@ def test_choices_hold_the_shared_pages_once():
     assert rig.scheduler.pool.num_pages - rig.scheduler.pool.num_free == 4 + 4
 
 
+def test_choices_compute_the_prompt_each_where_slots_keep_a_part_of_it():
+    rig = EngineRig(share_prompts=False)
+    keys = rig.submit(prompt(49), 10, n=3, temperature=1.0)
+    rig.settle()
+    rig.assert_exact()
+    assert [rig.gateway.finishes[key].cached_tokens for key in keys] == [0, 0, 0]
+    assert rig.tally.prompt_tokens == 3 * 49
+
+
 def test_leader_of_one_id_still_shares():
     rig = EngineRig()
     keys = rig.submit(prompt(40), 1, n=3)
