@@ -256,14 +256,15 @@ def quantised_history(
     page_size: int,
     width: int,
     slots: Sequence[int] | None = None,
+    num_slots: int = 0,
     spare: int = 2,
     garbage: int = GARBAGE,
 ) -> QuantisedHistory:
     """Rows of the given lengths, with random codes and scales, whose pages lie in random order among ``spare`` others.
 
-    ``slots`` are the rows' places in what bitmask pools keep in bf16 (default: in order), which has ``spare`` places
-    more than the largest. Whatever belongs to no position of a row holds ``garbage``; places of the table behind the
-    row's pages hold ids inside and outside the pool.
+    ``slots`` are the rows' places in what bitmask pools keep in bf16 (default: in order), which has ``num_slots``
+    places (0: ``spare`` more than needed). Whatever belongs to no position of a row holds ``garbage``; places of the
+    table behind the row's pages hold ids inside and outside the pool.
     """
     of_row = np.arange(len(lengths)) if slots is None else np.asarray(slots)
     bitmask = kv_format in BASE_BITS
@@ -285,8 +286,8 @@ def quantised_history(
         words, both = _bitmask_words(rng, shape, head_dim, BASE_BITS[kv_format], page_size // BLOCK)
         full = used.reshape(num_pages, 1, -1, BLOCK).all(-1)[None, ..., None]
         words = np.where(full, words, np.uint32(garbage).view(np.int32))
-        slot_count = int(max(of_row, default=0)) + 1 + spare
-        pattern = np.full((LAYERS, slot_count, kv_heads, 2, RECENT, head_dim), garbage & 0xFFFF, np.uint16)
+        num_slots = num_slots or int(max(of_row, default=0)) + 1 + spare
+        pattern = np.full((LAYERS, num_slots, kv_heads, 2, RECENT, head_dim), garbage & 0xFFFF, np.uint16)
         recent = pattern.view(ml_dtypes.bfloat16)
     else:
         words, both = _int8_words(rng, shape, head_dim, used, garbage)
