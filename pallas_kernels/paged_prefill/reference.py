@@ -4,15 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.pages import Pages, history
-
-
-def row_of_token(
-    lengths: Int32[Array, " rows"], offsets: Int32[Array, " rows"], tokens: int
-) -> Int32[Array, " tokens"]:
-    """The row that each token belongs to; ``rows`` for tokens behind the last row."""
-    index = jnp.arange(tokens)
-    row = jnp.sum(index[:, None] >= (offsets + lengths)[None], axis=1, dtype=jnp.int32)
-    return jnp.where(index < jnp.max(offsets + lengths), row, lengths.shape[0])
+from pallas_kernels.rows import Rows, places
 
 
 def paged_prefill(
@@ -36,15 +28,14 @@ def paged_prefill(
     del products
     tokens, q_heads, head_dim = q.shape
     kv_heads = k.shape[1]
-    row = row_of_token(lengths, offsets, tokens)
-    safe_row = jnp.minimum(row, page_table.shape[0] - 1)
-    position = starts[safe_row] + jnp.arange(tokens) - offsets[safe_row]
+    at = places(Rows(page_table, slots, starts, lengths, offsets), tokens)
+    row, position = jnp.where(at.valid, at.row, -1), at.position
     stored = history(pages, head_dim, layer, page_table, slots, starts)
-    keys, values, history_position, history_valid = (part[safe_row] for part in stored)
-    chunk_valid = (row[:, None] == row[None]) & (position[None] <= position[:, None])
+    keys, values, history_position, history_valid = (part[at.row] for part in stored)
+    chunk_valid = (row[:, None] == row) & (position <= position[:, None])
     floor = jnp.where(window > 0, position - window, -1)[:, None]
     valid = jnp.concatenate(
-        [history_valid & (history_position > floor), chunk_valid & (position[None] > floor)], axis=1
+        [history_valid & (history_position > floor), chunk_valid & (position > floor)], axis=1
     )[:, None, None]
     grouped = q.reshape(tokens, kv_heads, q_heads // kv_heads, head_dim).astype(jnp.float32) * scale
     scores = jnp.concatenate(

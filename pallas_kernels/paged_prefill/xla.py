@@ -4,26 +4,16 @@ The tiles inside the chunk are static and skip what lies above the diagonal. The
 there is history: a launch of fresh prompts pays nothing for it.
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
-from pallas_kernels.paged_prefill.reference import row_of_token
 from pallas_kernels.pages import Pages, fetch, in_pages, pool_shape, recent, turned_back
+from pallas_kernels.rows import Places, Rows, places
 from pallas_kernels.softmax import Partial, capped, empty, finish, merge, weigh
 
 QUERY_TILE = 128
 KEY_BLOCK = 512
-
-
-class _Rows(NamedTuple):
-    page_table: Int32[Array, "rows width"]
-    slots: Int32[Array, " rows"]
-    starts: Int32[Array, " rows"]
-    lengths: Int32[Array, " rows"]
-    offsets: Int32[Array, " rows"]
 
 
 def paged_prefill(
@@ -53,11 +43,8 @@ def paged_prefill(
     # kv_heads leads, so that each product is one batch of large matrices
     grouped = (q.astype(jnp.float32) * scale).astype(q.dtype).reshape(tokens, kv_heads, group, head_dim)
     grouped = jnp.moveaxis(grouped, 0, 2)  # kv_heads group tokens head_dim
-    rows = _Rows(page_table, slots, starts, lengths, offsets)
-    row = row_of_token(lengths, offsets, tokens)
-    safe_row = jnp.minimum(row, page_table.shape[0] - 1)
-    position = starts[safe_row] + jnp.arange(tokens) - offsets[safe_row]
-    own = _inside_chunk(grouped, k, v, row, position, window, softcap)
+    rows = Rows(page_table, slots, starts, lengths, offsets)
+    own = _inside_chunk(grouped, k, v, places(rows, tokens), window, softcap)
     merged = _history(own, grouped, pages, layer, rows, window, softcap)
     out = finish(merged)  # kv_heads group tokens head_dim
     return jnp.moveaxis(out, 2, 0).reshape(tokens, q_heads, head_dim).astype(wanted)
@@ -84,13 +71,13 @@ def _inside_chunk(
     grouped: Float[Array, "kv_heads group tokens head_dim"],
     k: Float[Array, "tokens kv_heads head_dim"],
     v: Float[Array, "tokens kv_heads head_dim"],
-    row: Int32[Array, " tokens"],
-    position: Int32[Array, " tokens"],
+    at: Places,
     window: Int32[Array, ""],
     softcap: float,
 ) -> Partial:
     tokens = k.shape[0]
     keys, values = jnp.moveaxis(k, 1, 0), jnp.moveaxis(v, 1, 0)
+    row, position = jnp.where(at.valid, at.row, -1), at.position
     tiles = []
     for first in range(0, tokens, QUERY_TILE):
         last = min(first + QUERY_TILE, tokens)
@@ -105,7 +92,7 @@ def _history(
     grouped: Float[Array, "kv_heads group tokens head_dim"],
     pages: Pages,
     layer: Int32[Array, ""],
-    rows: _Rows,
+    rows: Rows,
     window: Int32[Array, ""],
     softcap: float,
 ) -> Partial:
@@ -146,7 +133,7 @@ def _over_pages(
     in_row: Bool[Array, " tile"],
     pages: Pages,
     layer: Int32[Array, ""],
-    rows: _Rows,
+    rows: Rows,
     row: Int32[Array, ""],
     window: Int32[Array, ""],
     softcap: float,
@@ -184,7 +171,7 @@ def _recent(
     in_row: Bool[Array, " tile"],
     pages: Pages,
     layer: Int32[Array, ""],
-    rows: _Rows,
+    rows: Rows,
     row: Int32[Array, ""],
     window: Int32[Array, ""],
     softcap: float,

@@ -12,7 +12,6 @@ from pallas_kernels.errors import ContractError
 from pallas_kernels.model_shapes import ALL
 from pallas_kernels.paged_prefill import op, xla
 from pallas_kernels.paged_prefill.cases import CASES, PrefillCase
-from pallas_kernels.paged_prefill.reference import row_of_token
 from tests.support.exact import prefill_attention
 from tests.support.paged import LAYERS, paged_history
 from tests.support.quick import quick_jit
@@ -168,16 +167,6 @@ def test_a_row_does_not_depend_on_its_neighbours(implementation):
     moved = (np.concatenate([part[own], part[: 32 - lengths[1]]]) for part in (q, k, v))
     got = run(implementation, (*moved, pages), 0, alone, 0)
     np.testing.assert_allclose(got[: lengths[1]], whole[own], rtol=0, atol=2e-6)
-
-
-def test_row_of_token():
-    def rows(lengths, offsets, tokens):
-        return row_of_token(jnp.array(lengths), jnp.array(offsets), tokens).tolist()
-
-    assert rows([2, 3, 0], [0, 2, 5], 7) == [0, 0, 1, 1, 1, 3, 3]
-    assert rows([2, 0, 1], [0, 2, 2], 4) == [0, 0, 2, 3]
-    assert rows([0, 0], [0, 0], 2) == [2, 2]
-    assert rows([4], [0], 4) == [0, 0, 0, 0]
 
 
 def zeros(*shape, dtype=np.float32):
