@@ -1,6 +1,6 @@
-"""kernels: the GPU kernels of attention, by their code without a GPU (--static) or by their answers and time on one.
+"""kernels: the GPU kernels of attention, by their code without a GPU (--static) or by answers and time on one.
 
-Owns the options. ``kernels_static`` and ``kernels_device`` do the work; each loads jax itself.
+Owns the options. ``kernels_static`` and ``kernels_device`` do the work.
 """
 
 from collections.abc import Sequence
@@ -17,6 +17,9 @@ OPTIONS: Sequence[click.Parameter] = [
         ["--static"], is_flag=True, help="Examine code compiled for --target; needs the extra aot and no GPU."
     ),
     click.Option(
+        ["--device"], is_flag=True, help="Check every case on this machine's GPU against the reference, time it."
+    ),
+    click.Option(
         ["--target"],
         type=click.Choice(card_names()),
         default="a100_sxm_80",
@@ -26,13 +29,17 @@ OPTIONS: Sequence[click.Parameter] = [
 ]
 
 
-def run(context: BenchContext, *, static: bool, target: str) -> Findings:
-    """Examine every case.
+def run(context: BenchContext, *, static: bool, device: bool, target: str) -> Findings:
+    """Examine every case of every kernel, or run it.
 
     Raises:
-        BenchUseError: ``--static`` is not given, or the extra is not installed.
-        BenchError: a case does not compile.
+        BenchUseError: not just one of ``--static`` and ``--device`` is given, or what it needs is missing.
+        BenchError: a case does not compile for the target.
     """
-    if not static:
-        raise BenchUseError("this bench examines code and measures no time; say --static")
-    return kernels_static.run(context, target)
+    if static == device:
+        raise BenchUseError("say what to do: --static examines code without a GPU, --device runs on this machine's GPU")
+    if static:
+        return kernels_static.run(context, target)
+    from appliance.bench import kernels_device  # noqa: PLC0415 - it loads jax
+
+    return kernels_device.run(context)

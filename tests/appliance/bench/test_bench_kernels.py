@@ -54,9 +54,11 @@ def home(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("ZCCP_HOME", str(tmp_path))
 
 
-def test_without_static_it_says_what_it_does(capsys) -> None:
-    assert runner.main("kernels", []) == 2
-    assert capsys.readouterr().err == "zccp: this bench examines code and measures no time; say --static\n"
+@pytest.mark.parametrize("options", [[], ["--static", "--device"]])
+def test_it_does_one_of_two_things_and_wants_to_be_told(capsys, options) -> None:
+    assert runner.main("kernels", options) == 2
+    wanted = "say what to do: --static examines code without a GPU, --device runs on this machine's GPU"
+    assert capsys.readouterr().err == f"zccp: {wanted}\n"
 
 
 def test_without_the_extra_it_names_it(monkeypatch, capsys) -> None:
