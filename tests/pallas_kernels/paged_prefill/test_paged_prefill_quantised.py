@@ -1,0 +1,222 @@
+"""paged_prefill over int8, bmq4 and bmq2 pools, against the float64 statement over what their words say."""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels.errors import ContractError
+from pallas_kernels.model_shapes import SMOLLM2_135M, HeadShape
+from pallas_kernels.paged_prefill import op, xla
+from tests.support.exact import prefill_attention
+from tests.support.paged import LAYERS
+from tests.support.quantised import FORMATS, QuantisedHistory, quantised_history
+from tests.support.quick import quick_jit
+
+SCALE = 0.125
+ATOL = 1e-5
+"""Of a softmax-weighted mean of values of about 1, in float32."""
+
+EDGES = (0, 1, 15, 16, 17, 127, 128, 129, 143, 144, 255, 256, 300)
+CHUNKS = ((300, 9), (0, 5), (144, 3), (16, 4), (127, 3), (128, 1), (15, 2), (0, 0))
+"""(positions before, tokens): histories that end inside a block, with one, among the first positions, and none."""
+TOKENS = 32
+
+
+@dataclass(frozen=True)
+class Case:
+    kv_format: str
+    heads: HeadShape
+    page_size: int
+    reference: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.kv_format}-{self.heads.name}-page-{self.page_size}"
+
+
+CASES = (
+    Case("int8", SMOLLM2_135M, 16),
+    Case("int8", HeadShape("wide", 4, 1, 256), 512),
+    Case("bmq4", SMOLLM2_135M, 128),
+    Case("bmq4", HeadShape("d80", 3, 3, 80), 256, reference=True),
+    Case("bmq4", HeadShape("wide", 4, 1, 256), 128),
+    Case("bmq2", HeadShape("d96", 4, 2, 96), 128),
+    Case("bmq2", HeadShape("d128", 8, 2, 128), 256),
+)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Arguments of a launch; tokens behind the last row hold noise."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    history: QuantisedHistory
+    lengths: np.ndarray
+    offsets: np.ndarray
+
+    @property
+    def used(self) -> slice:
+        return slice(0, int(self.lengths.sum()))
+
+
+def launch(
+    rng: np.random.Generator, kv_format: str, heads: HeadShape, chunks: Sequence[tuple[int, int]], tokens: int,
+    *, page_size: int, width: int, **options: object,
+) -> Launch:  # fmt: skip
+    starts, lengths = (np.array(column, np.int32) for column in zip(*chunks, strict=True))
+    history = quantised_history(
+        kv_format, rng, starts.tolist(), kv_heads=heads.kv_heads, head_dim=heads.head_dim, page_size=page_size,
+        width=width, **options,
+    )  # fmt: skip
+    q = rng.standard_normal((tokens, heads.q_heads, heads.head_dim), dtype=np.float32)
+    k, v = rng.standard_normal((2, tokens, heads.kv_heads, heads.head_dim), dtype=np.float32)
+    offsets = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int32)
+    return Launch(q, k, v, history, lengths, offsets)
+
+
+@functools.cache
+def compiled(implementation: str, softcap: float, products: str):
+    run = functools.partial(op.paged_prefill, scale=SCALE, softcap=softcap, products=products)
+    return quick_jit(functools.partial(run, implementation=implementation))
+
+
+def run(implementation, of: Launch, layer=1, window=0, softcap=0.0, products="float32"):
+    history = of.history
+    pages = jax.tree.map(jnp.asarray, history.pages)
+    rows = history.table, history.slots, history.lengths, of.lengths, of.offsets
+    call = compiled(implementation, softcap, products)
+    return np.asarray(call(of.q, of.k, of.v, pages, jnp.int32(layer), *rows, jnp.int32(window)))
+
+
+def assert_exact(got, of: Launch, layer=1, window=0, softcap=0.0, atol=ATOL, message="") -> None:
+    history = of.history
+    wanted = prefill_attention(
+        of.q, of.k, of.v, history.plain, layer, history.plain_table, history.lengths, of.lengths, of.offsets, window,
+        scale=SCALE, softcap=softcap,
+    )  # fmt: skip
+    np.testing.assert_allclose(got[of.used], wanted[of.used], rtol=0, atol=atol, err_msg=message)
+    assert np.all(np.isfinite(got)), "tokens of no row are finite"
+
+
+@functools.cache
+def of_case(case: Case) -> Launch:
+    slots = np.random.default_rng(1).permutation(len(CHUNKS) + 1)[: len(CHUNKS)]
+    width = -(-max(start + length for start, length in CHUNKS) // case.page_size) + 1
+    return launch(
+        np.random.default_rng(0), case.kv_format, case.heads, CHUNKS, TOKENS, page_size=case.page_size, width=width,
+        slots=slots, num_slots=len(CHUNKS) + 1,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_it_is_the_float64_statement(case):
+    of = of_case(case)
+    for window in (0, 3, 140, 300):
+        for implementation in ("xla", "reference") if case.reference else ("xla",):
+            got = run(implementation, of, window=window)
+            assert_exact(got, of, window=window, message=f"{implementation}, window {window}")
+
+
+def test_a_soft_cap():
+    of = of_case(CASES[3])
+    for implementation in ("xla", "reference"):
+        got = run(implementation, of, window=150, softcap=2.0)
+        assert_exact(got, of, window=150, softcap=2.0, message=implementation)
+
+
+@pytest.mark.parametrize("kv_format", ["int8", "bmq4"])
+def test_products_may_be_in_bf16(kv_format):
+    of = of_case(next(case for case in CASES if case.kv_format == kv_format))
+    got = run("xla", of, products="bf16")
+    assert got.dtype == np.float32
+    assert_exact(got, of, atol=4e-2)
+
+
+ROWS, FEW, SMALL = 4, 24, HeadShape("small", 4, 2, 16)
+POOLS = {"int8": (16, 21), "bmq4": (128, 3), "bmq2": (128, 3)}
+"""Page size and pages of the longest row."""
+
+
+def small(
+    kv_format: str, rng: np.random.Generator, chunks: Sequence[tuple[int, int]], slots: Sequence[int], **options: int
+) -> Launch:
+    """A launch over a pool that has one size whatever the chunks are, so that one program serves."""
+    page_size, width = POOLS[kv_format]
+    needed = sum(-(-start // page_size) for start, _ in chunks)
+    return launch(
+        rng, kv_format, SMALL, chunks, FEW, page_size=page_size, width=width, slots=slots, num_slots=ROWS + 1,
+        spare=1 + ROWS * width - needed, **options,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def small_tiles():
+    """Tiles so small that rows end mid tile, cross tiles and span several blocks of keys."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(xla, "QUERY_TILE", 8)
+        patch.setattr(xla, "KEY_BLOCK", 64)
+        compiled.cache_clear()
+        yield
+    compiled.cache_clear()
+
+
+@st.composite
+def chunk_lists(draw):
+    """Rows back to back, empty ones last."""
+    left, chunks = FEW, []
+    for _ in range(draw(st.integers(1, ROWS))):
+        if left:
+            length = draw(st.integers(1, left))
+            left -= length
+            start = draw(st.one_of(st.sampled_from(EDGES), st.integers(0, 300)))
+            chunks.append((start, length))
+    return [*chunks, *[(0, 0)] * (ROWS - len(chunks))]
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("kv_format", FORMATS)
+@settings(max_examples=30)
+@given(
+    chunks=chunk_lists(),
+    slots=st.permutations(range(ROWS + 1)),
+    window=st.one_of(st.just(0), st.integers(1, 330)),
+    layer=st.integers(0, LAYERS - 1),
+    seed=st.integers(0, 2**32 - 1),
+)
+@example(chunks=[(0, 0)] * 4, slots=range(5), window=0, layer=0, seed=0)
+@example(chunks=[(300, 24), (0, 0), (0, 0), (0, 0)], slots=[4, 3, 2, 1, 0], window=300, layer=0, seed=1)
+@example(chunks=[(120, 20), (16, 1), (144, 3), (0, 0)], slots=[2, 0, 4, 1, 3], window=0, layer=1, seed=2)
+def test_ragged_rows_in_any_slots(kv_format, chunks, slots, window, layer, seed):
+    of = small(kv_format, np.random.default_rng(seed), chunks, slots[:ROWS])
+    for implementation in ("xla", "reference"):
+        got = run(implementation, of, layer=layer, window=window)
+        assert_exact(got, of, layer=layer, window=window, message=implementation)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_what_lies_in_unused_places_changes_nothing(kv_format, implementation):
+    chunks, outcomes = [(37, 9), (200, 5), (0, 4), (0, 0)], []
+    for garbage in (0x7FC07FC0, 0x7F807F80, 0x7F7F7F7F, 0, 0xFFFFFFFF):
+        of = small(kv_format, np.random.default_rng(5), chunks, [3, 0, 1, 4], garbage=garbage)
+        outcomes.append(run(implementation, of)[of.used])
+    for outcome in outcomes[1:]:
+        np.testing.assert_array_equal(outcome, outcomes[0])
+
+
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_native_refuses_these_pools(kv_format):
+    name = "Int8Pages" if kv_format == "int8" else "BitmaskPages"
+    of = small(kv_format, np.random.default_rng(5), [(37, 9), (0, 0), (0, 0), (0, 0)], range(ROWS))
+    with pytest.raises(ContractError, match=f"pages are {name}; the native path holds float32 pages"):
+        run("native", of)
