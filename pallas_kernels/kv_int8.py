@@ -19,10 +19,19 @@ _LEAST_SCALE = 1e-30
 def quantize(x: Float[Array, "*n head_dim"]) -> tuple[Int32[Array, "*n words"], Float[Array, "*n"]]:
     """The code words and the scales of vectors, four channels a word."""
     wide = x.astype(jnp.float32)
-    scale = bf16_nearest(jnp.maximum(jnp.max(jnp.abs(wide), axis=-1) / MOST, _LEAST_SCALE))
-    codes = jnp.clip(jnp.floor(wide / scale[..., None] + 0.5), -MOST, MOST).astype(jnp.int32)
-    by_byte = jnp.swapaxes(codes.reshape(*codes.shape[:-1], 4, -1), -1, -2)
+    scale = scale_of(jnp.max(jnp.abs(wide), axis=-1))
+    by_byte = jnp.swapaxes(codes_of(wide, scale[..., None]).reshape(*wide.shape[:-1], 4, -1), -1, -2)
     return pack(by_byte, 8), scale
+
+
+def scale_of(largest: Float[Array, "*n"]) -> Float[Array, "*n"]:
+    """The scale of vectors whose largest channel has that absolute value."""
+    return bf16_nearest(jnp.maximum(largest / MOST, _LEAST_SCALE))
+
+
+def codes_of(x: Float[Array, "*n"], scale: Float[Array, "*#n"]) -> Int32[Array, "*n"]:
+    """The codes of channels."""
+    return jnp.clip(jnp.floor(x / scale + 0.5), -MOST, MOST).astype(jnp.int32)
 
 
 def scale_words(k_scale: Float[Array, "*n"], v_scale: Float[Array, "*n"]) -> Int32[Array, "*n"]:

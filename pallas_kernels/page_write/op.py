@@ -6,11 +6,11 @@ import jax
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.errors import require
-from pallas_kernels.page_write import native, xla
+from pallas_kernels.page_write import native, pallas, xla
 from pallas_kernels.pages import BitmaskPages, Pages, pool_shape
 from pallas_kernels.rows import Rows
 
-Implementation = Literal["reference", "xla", "native"]
+Implementation = Literal["reference", "xla", "native", "pallas"]
 
 
 def page_write(
@@ -60,6 +60,11 @@ def page_write(
         needed = (layers, shape.kv_heads, head_dim)
         given = None if energy is None else energy.shape
         require(given == needed, f"energy of shape {given} must be {needed} for a bitmask pool")
-    run = {"reference": xla.page_write, "xla": xla.page_write, "native": native.page_write}[implementation]
+    run = {
+        "reference": xla.page_write,
+        "xla": xla.page_write,
+        "native": native.page_write,
+        "pallas": pallas.page_write,
+    }[implementation]
     with jax.named_scope("page_write"):
         return run(pages, k, v, Rows(page_table, slots, starts, lengths, offsets), energy)

@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int32
 from pallas_kernels import kv_int8
 from pallas_kernels.kv_bitmask import op as kv_bitmask
 from pallas_kernels.kv_layout import BLOCK, SINKS
+from pallas_kernels.page_write.blocks import filled_blocks, kept_lines
 from pallas_kernels.pages import BitmaskPages, FloatPages, Int8Pages, Pages, layout_of, pool_shape
 from pallas_kernels.rows import Rows, pages_of, places
 
@@ -81,27 +82,23 @@ def _full_blocks(
     """The words with every block that the new tokens fill; a turn of the loop is one block of all layers and heads."""
     _, num_pages, _, blocks_of_page, _ = pages.words.shape
     base_bits = layout_of(pages, k.shape[3]).base_bits
-    before = rows.starts // BLOCK
-    filled = jnp.where(rows.lengths > 0, (rows.starts + rows.lengths) // BLOCK - before, 0)
-    last = jnp.cumsum(filled)
+    plan = filled_blocks(rows, k.shape[1], pages.recent.shape[1], num_pages, blocks_of_page)
 
     def one(item: Int32[Array, ""], words: Array) -> Array:
-        row = jnp.sum(item >= last, dtype=jnp.int32)
-        block = before[row] + item - (last[row] - filled[row])
-        position = block * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
-        token = jnp.clip(rows.offsets[row] + position - rows.starts[row], 0, k.shape[1] - 1)
-        is_new = (position >= rows.starts[row])[:, None]
-        kept = jax.lax.dynamic_index_in_dim(pages.recent, rows.slots[row], axis=1, keepdims=False)[..., SINKS:, :]
+        position = jnp.arange(BLOCK, dtype=jnp.int32)
+        token = jnp.clip(plan.first[item] + position, 0, k.shape[1] - 1)
+        is_new = (position >= plan.kept[item])[:, None]
+        counted = plan.number[item] * BLOCK + position >= SINKS
+        kept = jax.lax.dynamic_index_in_dim(pages.recent, plan.slot[item], axis=1, keepdims=False)
+        kept = kept[..., jnp.where(counted, SINKS + position, position), :]
         keys, values = (
             jnp.where(is_new, jnp.moveaxis(new[:, token], 1, 2), old)
             for new, old in ((k, kept[:, :, 0]), (v, kept[:, :, 1]))
         )
-        found = kv_bitmask.quantize(keys, values, energy, position >= SINKS, base_bits=base_bits, implementation="xla")
-        page = rows.page_table.at[row, block // blocks_of_page].get(mode="fill", fill_value=num_pages)
-        page = jnp.where(page < 0, num_pages, page)
-        return words.at[:, page, :, block % blocks_of_page].set(found, mode="drop")
+        found = kv_bitmask.quantize(keys, values, energy, counted, base_bits=base_bits, implementation="xla")
+        return words.at[:, plan.page[item], :, plan.place[item]].set(found, mode="drop")
 
-    return jax.lax.fori_loop(0, last[-1], one, pages.words)
+    return jax.lax.fori_loop(0, plan.total, one, pages.words)
 
 
 def _recent(
@@ -111,10 +108,5 @@ def _recent(
     rows: Rows,
 ) -> Array:
     """The bf16 rows with the new tokens that are among the first of their sequence or behind its last full block."""
-    at = places(rows, k.shape[1])
-    opened = ((rows.starts + rows.lengths) // BLOCK * BLOCK)[at.row]
-    first = at.position < SINKS
-    line = jnp.where(first, at.position, SINKS + at.position % BLOCK)
-    slots = jnp.where(at.valid & (first | (at.position >= opened)), rows.slots[at.row], pages.recent.shape[1])
-    slots = jnp.where(slots < 0, pages.recent.shape[1], slots)
-    return _scatter(pages.recent, k, v, slots, line)
+    slots, lines = kept_lines(rows, k.shape[1], pages.recent.shape[1])
+    return _scatter(pages.recent, k, v, slots, lines)
