@@ -28,6 +28,11 @@ def test_every_case_keeps_within_an_a100():
     }
     assert results["cases_without_cp_async"].value == 0
     assert results["smem_prefill_max"].value <= 98_304, "two tiles of keys and values and the queries"
+    for case, found in zip(CASES, examined, strict=True):
+        tile = examine.tile_of(case)
+        products = tile.queries * tile.keys * sum(tile.chunks) // (16 * 8 * 16)
+        # two products in each of four loops, and no warp repeats what another one does
+        assert found.tensor_products == 4 * 2 * products // tile.warps, case.name
 
 
 def named(name: str) -> PrefillCase:
