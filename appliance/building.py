@@ -86,8 +86,8 @@ def build_programs(
     folder = ModelLibrary(config.home).ensure(config.model.reference, progress)
     plan = plan_for(config, read_record(folder))
     convert_model(config.home, config.model.reference, plan.weight_form, calibration, progress)
-    if plan.kv_format in BASE_BITS and (force or not has_energy(folder)):
-        _measure_energy(folder, plan, calibration(folder), progress)
+    if plan.kv_format in BASE_BITS:
+        ensure_energy(folder, plan, calibration, progress, force=force)
     key = local_key(signing_key_file(config.home))
     return build(
         plan,
@@ -98,7 +98,17 @@ def build_programs(
     )
 
 
-def _measure_energy(folder: Path, plan: Plan, ids: np.ndarray, progress: Progress) -> None:
+def ensure_energy(
+    folder: Path, plan: Plan, calibration: CalibrationIds, progress: Progress, *, force: bool = False
+) -> None:
+    """Measure the query energies of a converted model, which bitmask formats need, unless that has been done.
+
+    Raises:
+        StoreError: the weights cannot be read, or the energies not written.
+    """
+    if has_energy(folder) and not force:
+        return
+    ids = calibration(folder)
     weights = restore(weights_folder(folder, plan.weight_form), weight_specs(plan.architecture, plan.weight_form))
     few = ids[:: max(1, len(ids) // ENERGY_WINDOWS)]
     found = query_energy(plan, weights, few, lambda done, total: progress("measuring query energies", done, total))

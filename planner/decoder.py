@@ -38,6 +38,9 @@ PREFILL_PRODUCTS: Mapping[str, Products] = {"qkv": "bf16", "o": "blocks32", "gat
 QUERY_ENERGY = "query_energy"
 """Name under which a weight tree holds float32 [layers, kv_heads, head_dim], which bitmask formats need."""
 
+QUERIES = "queries"
+"""Collection that layers sow their rotated queries [tokens, q_heads, head_dim] into, if it is mutable."""
+
 _OUTSIDE_LAYERS = ("embed", "final_norm", "head", "head.codes", "head.scale", QUERY_ENERGY)
 
 
@@ -189,10 +192,8 @@ class Layer(nn.Module):
             k = rms_norm(k, self._array("k_norm"), arch.norm_eps)
         cos, sin = rope.cos[data.local_rope], rope.sin[data.local_rope]
         q, k = rotate(q, cos, sin).astype(x.dtype), rotate(k, cos, sin).astype(x.dtype)
-        if self.is_mutable_collection("energy"):
-            squares = q.astype(jnp.float32) ** 2
-            grouped = squares.reshape(x.shape[0], arch.kv_heads, arch.group, arch.head_dim)
-            self.sow("energy", "q", grouped.mean((0, 2)), init_fn=tuple, reduce_fn=_newest)
+        if self.is_mutable_collection(QUERIES):
+            self.sow(QUERIES, "q", q, init_fn=tuple, reduce_fn=_newest)
         attended = self._attend(q, k, v, data, context).astype(x.dtype)
         return self._linear("o", attended.reshape(x.shape[0], -1), data, context), NewKeyValues(k, v)
 
@@ -237,7 +238,7 @@ class Decoder(nn.Module):
         rope = rope_of(arch, positions)
         layers = nn.scan(
             Layer,
-            variable_axes={"params": 0, "energy": 0},
+            variable_axes={"params": 0, QUERIES: 0},
             variable_broadcast="stacks",
             split_rngs={"params": False},
             in_axes=(0, nn.broadcast, nn.broadcast),  # pyright: ignore[reportArgumentType] - annotated too narrowly

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.rows import Rows
-from planner.decoder import Decoder, Numerics, PrefillContext, Weights, parameters
+from planner.decoder import QUERIES, Decoder, Numerics, PrefillContext, Weights, parameters
 from planner.plan import Plan
 
 Progress = Callable[[int, int], None]
@@ -44,8 +44,10 @@ def query_energy(plan: Plan, weights: Weights, ids: np.ndarray, progress: Progre
         rows = Rows(jnp.zeros((1, 1), jnp.int32), one(0), one(0), one(window.shape[0]), one(0))
         positions = jnp.arange(window.shape[0], dtype=jnp.int32)
         context = PrefillContext(no_pages, rows)
-        _, sown = module.apply(parameters(weights), window, positions, context, mutable=["energy"])
-        return sown["energy"]["layers"]["q"]
+        _, sown = module.apply(parameters(weights), window, positions, context, mutable=[QUERIES])
+        queries = sown[QUERIES]["layers"]["q"].astype(jnp.float32)
+        grouped = queries.reshape(*queries.shape[:2], arch.kv_heads, arch.group, arch.head_dim)
+        return jnp.mean(grouped**2, axis=(1, 3))
 
     total = np.zeros((arch.layers, arch.kv_heads, arch.head_dim))
     for done, window in enumerate(ids, start=1):

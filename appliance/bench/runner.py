@@ -23,7 +23,7 @@ from appliance.config_rules import ConfigError
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-TRAVELLING = ("kernels", "start")
+TRAVELLING = ("kernels", "kv-quality", "start")
 """Benches that are part of the package."""
 CHECKOUT = ("parity", "peers", "soak")
 """Benches that need a checkout of the project."""
@@ -102,7 +102,7 @@ def find(name: str, root: Path = ROOT) -> Bench:
         BenchUseError: there is no such bench, or it needs a checkout and this is none.
     """
     if name in TRAVELLING:
-        return cast("Bench", importlib.import_module(f"appliance.bench.{name}"))
+        return cast("Bench", importlib.import_module(f"appliance.bench.{name.replace('-', '_')}"))
     if name not in CHECKOUT:
         known = ", ".join((*TRAVELLING, *CHECKOUT))
         raise BenchUseError(f"there is no bench {name!r}; the benches are {known}")
