@@ -18,7 +18,7 @@ DEVELOPMENT := $(VENV)/.development
 help: ## show this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /make \1\t/' | expand -t 14
 
-setup: $(DEVELOPMENT) ## make .venv with run-time packages, development tools and bench peers
+setup: $(DEVELOPMENT) ## make .venv with run-time packages, development tools, bench peers and the GPU compiler
 
 serve: $(RUNTIME) ## fetch and convert the small model, build its programs, serve on 127.0.0.1:8000 until Ctrl-C
 	@$(BIN)/zccp build --model $(MODEL)
@@ -33,12 +33,15 @@ quick: $(DEVELOPMENT) ## run the tests that start no real model and none of the 
 lint: $(DEVELOPMENT) ## run the repository checks: format, types, layers, sizes, documents
 	$(BIN)/python -m pytest tests/repo
 
-lock: $(DEVELOPMENT) ## choose the newest allowed versions and write both lock files
+lock: $(DEVELOPMENT) ## choose the newest allowed versions and write the lock files
 	$(BIN)/uv pip compile pyproject.toml --quiet --upgrade --universal --python-version 3.11 --generate-hashes \
 		--no-emit-index-url --no-annotate --no-header --output-file requirements.lock
 	$(BIN)/uv pip compile --group dev --group peers --quiet --upgrade --universal --python-version 3.11 \
 		--constraint requirements.lock --no-emit-index-url --no-annotate --no-header \
 		| grep -vE '^(nvidia-|cuda-|triton==)' > requirements-dev.lock
+	$(BIN)/uv pip compile pyproject.toml --extra aot --no-deps --quiet --upgrade --universal --python-version 3.11 \
+		--no-emit-index-url --no-annotate --no-header \
+		| grep -E '^(jax-cuda12-|nvidia-cuda-nvcc-)' > requirements-aot.lock
 
 clean: ## remove .venv, build outputs and caches; fetched models under build/ go, those of `make serve` stay
 	rm -rf $(VENV) build dist zccp.egg-info .hypothesis .import_linter_cache .pytest_cache .ruff_cache
@@ -57,7 +60,8 @@ $(RUNTIME): $(CREATED) requirements.lock pyproject.toml
 	$(PIP) install --quiet --no-deps --editable .
 	@touch $@
 
-$(DEVELOPMENT): $(RUNTIME) requirements-dev.lock
+$(DEVELOPMENT): $(RUNTIME) requirements-dev.lock requirements-aot.lock
 	$(PIP) install --quiet --requirement requirements-dev.lock
+	$(PIP) install --quiet --no-deps --requirement requirements-aot.lock
 	@$(BIN)/pyright --version > /dev/null
 	@touch $@

@@ -10,7 +10,7 @@ from tests.repo.test_checks import ROOT, tracked
 TOP = {
     *("appliance", "pallas_kernels", "planner", "api", "tests", "images", "ansible", "pyproject.toml"),
     *("README.md", "LICENSE", "CONTRIBUTING.md", "CHANGELOG.md", "DECISIONS.md", "Makefile"),
-    *("requirements.lock", "requirements-dev.lock", ".ci", ".gitignore"),
+    *("requirements.lock", "requirements-dev.lock", "requirements-aot.lock", ".ci", ".gitignore"),
 }
 MAX_LINES = 500
 PROSE = {"calibration.txt", "LICENSE", "requirements.lock", "requirements-dev.lock", "README.md", "DECISIONS.md"}
@@ -52,6 +52,13 @@ def test_locks_pin_every_package_exactly_and_no_gpu_library() -> None:
         for pin in pins:
             assert re.match(r"[\w.\[\]-]+==[\w.]+(?: ;.*)?(?: \\)?$", pin), pin
             assert not re.match(r"nvidia|triton|cuda", pin), pin
+
+
+def test_the_gpu_compiler_is_pinned_and_needs_no_driver() -> None:
+    pins = (ROOT / "requirements-aot.lock").read_text().splitlines()
+    assert [pin.partition("==")[0] for pin in pins] == ["jax-cuda12-pjrt", "jax-cuda12-plugin", "nvidia-cuda-nvcc-cu12"]
+    jax = next(line for line in (ROOT / "requirements.lock").read_text().splitlines() if line.startswith("jax=="))
+    assert {pin.partition("==")[2] for pin in pins[:2]} == {jax.partition("==")[2].partition(" ")[0]}
 
 
 def test_every_package_initialiser_imports_nothing() -> None:
