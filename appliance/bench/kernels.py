@@ -26,20 +26,22 @@ OPTIONS: Sequence[click.Parameter] = [
         show_default=True,
         help="Card that --static compiles for; it need not be present.",
     ),
+    click.Option(["--only"], default="", metavar="TEXT", help="Only cases with this in the name of kernel and case."),
 ]
 
 
-def run(context: BenchContext, *, static: bool, device: bool, target: str) -> Findings:
+def run(context: BenchContext, *, static: bool, device: bool, target: str, only: str) -> Findings:
     """Examine every case of every kernel, or run it.
 
     Raises:
-        BenchUseError: not just one of ``--static`` and ``--device`` is given, or what it needs is missing.
+        BenchUseError: not just one of ``--static`` and ``--device`` is given, what it needs is missing, or no case has
+            that name.
         BenchError: a case does not compile for the target.
     """
     if static == device:
         raise BenchUseError("say what to do: --static examines code without a GPU, --device runs on this machine's GPU")
     if static:
-        return kernels_static.run(context, target)
+        return kernels_static.run(context, target, only)
     from appliance.bench import kernels_device  # noqa: PLC0415 - it loads jax
 
-    return kernels_device.run(context)
+    return kernels_device.run(context, only)

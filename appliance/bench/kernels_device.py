@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from appliance.bench.kernels_launches import Launch, launches
-from appliance.bench.kernels_static import LONG_CONTEXT
+from appliance.bench.kernels_static import LONG_CONTEXT, no_such_case
 from appliance.bench.report import Findings, Result, installed, measured
 from appliance.bench.runner import BenchContext, BenchUseError
 from appliance.bench.statistics import median
@@ -95,17 +95,19 @@ class Timed:
         )
 
 
-def run(context: BenchContext) -> Findings:
-    """Check and time every case on the GPU.
+def run(context: BenchContext, only: str = "") -> Findings:
+    """Check and time every case on the GPU, or those with ``only`` in their names.
 
     Raises:
-        BenchUseError: there is no GPU that the kernels run on.
+        BenchUseError: there is no GPU that the kernels run on, or no case has such a name.
     """
     gpu, effort = find_gpu(), Effort()
+    cases, found = [(name, make) for name, make in launches(effort.pool_bytes) if only in name], list[Timed]()
+    if not cases:
+        raise BenchUseError(no_such_case(only))
     with jax.default_device(jax.devices("gpu")[0]):
         context.progress("measuring what the card can do", 0, 0)
         yardsticks = measure_yardsticks(effort)
-        cases, found = list(launches(effort.pool_bytes)), list[Timed]()
         for done, (name, make) in enumerate(cases):
             context.progress(f"running on {gpu.kind}", done, len(cases))
             found.append(attempt(name, make, yardsticks, effort))

@@ -51,14 +51,14 @@ class Examined:
         )
 
 
-def run(context: BenchContext, target: str) -> Findings:
-    """Examine every case of every kernel.
+def run(context: BenchContext, target: str, only: str = "") -> Findings:
+    """Examine every case of every kernel, or those with ``only`` in their names.
 
     Raises:
-        BenchUseError: the extra is not installed.
+        BenchUseError: the extra is not installed, or no case has such a name.
         BenchError: a case does not compile.
     """
-    examined = examine(context, target)
+    examined = examine(context, target, only)
     return Findings(
         figures(examined),
         (
@@ -98,11 +98,11 @@ def _jobs() -> list[_Job]:
     return found
 
 
-def examine(context: BenchContext, target: str, kernels: Sequence[str] = KERNELS) -> tuple[Examined, ...]:
-    """Every case of some kernels.
+def examine(context: BenchContext, target: str, only: str = "") -> tuple[Examined, ...]:
+    """Every case with ``only`` in the name of kernel and case.
 
     Raises:
-        BenchUseError: the extra is not installed.
+        BenchUseError: the extra is not installed, or no case has such a name.
         BenchError: a case does not compile.
     """
     import jax  # noqa: PLC0415 - and the modules below load it
@@ -114,7 +114,9 @@ def examine(context: BenchContext, target: str, kernels: Sequence[str] = KERNELS
         raise BenchUseError(lacking)
     jax.config.update("jax_platforms", "cpu")
     card, found = find_card(target), list[Examined]()
-    jobs = [job for job in _jobs() if job.kernel in kernels]
+    jobs = [job for job in _jobs() if only in f"{job.kernel} {job.name}"]
+    if not jobs:
+        raise BenchUseError(no_such_case(only))
     for done, job in enumerate(jobs):
         context.progress(f"compiling for {target}", done, len(jobs))
         try:
@@ -135,6 +137,11 @@ def examine(context: BenchContext, target: str, kernels: Sequence[str] = KERNELS
             )
         )
     return tuple(found)
+
+
+def no_such_case(only: str) -> str:
+    """Why nothing is examined or run."""
+    return f"no case has {only!r} in its name; a name begins with {' or '.join(KERNELS)}"
 
 
 def figures(examined: Sequence[Examined]) -> tuple[Result, ...]:

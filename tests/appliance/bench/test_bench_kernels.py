@@ -72,3 +72,10 @@ def test_a_card_that_is_not_known_is_refused(capsys) -> None:
     assert runner.main("kernels", ["--static", "--target", "b900"]) == 2
     assert "'b900' is not 'a100_sxm_80'" in capsys.readouterr().err
     assert kernels.OPTIONS
+
+
+def test_a_case_that_is_not_there_is_named(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(import_module("pallas_kernels.compiled"), "missing", lambda: "")
+    assert runner.main("kernels", ["--static", "--only", "llama-9"]) == 2
+    wanted = "zccp: no case has 'llama-9' in its name; a name begins with paged_decode or paged_prefill\n"
+    assert capsys.readouterr().err == wanted

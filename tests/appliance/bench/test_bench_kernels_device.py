@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 from types import SimpleNamespace
 
 import jax
@@ -144,3 +145,21 @@ def test_a_gpu_that_is_too_old_is_refused(monkeypatch, capsys, capability) -> No
     assert runner.main("kernels", ["--device"]) == 2
     wanted = f"zccp: Tesla T4 has compute capability {capability}; the kernels need 8.0 or more\n"
     assert capsys.readouterr().err == wanted
+
+
+@pytest.mark.interpret
+def test_one_run_over_the_cases_of_a_name(monkeypatch, capsys) -> None:
+    """The whole bench, on a CPU that passes for an A100."""
+    monkeypatch.setattr(kernels_device, "find_gpu", lambda: kernels_device.Gpu("NVIDIA A100-SXM4-80GB", "8.0"))
+    monkeypatch.setattr(kernels_device, "Effort", lambda: EFFORT)
+    monkeypatch.setattr(jax, "devices", lambda _, of=jax.devices: of("cpu"))
+    of = kernels_launches.launches
+    monkeypatch.setattr(kernels_device, "launches", lambda pool_bytes: of(pool_bytes, interpret=True))
+    assert runner.main("kernels", ["--device", "--only", "prefill tiny", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    results = {result["name"]: result for result in report["results"]}
+    assert results["cases_wrong"]["value"] == 0
+    assert results["cases_wrong"]["repeats"] == 1
+    assert set(results) == {"cases_wrong", "error_max", "copy_bandwidth", "mma_peak"}, "no long case, no percentage"
+    assert report["notes"][0] == "card: NVIDIA A100-SXM4-80GB, compute capability 8.0"
+    assert report["notes"][1].startswith("paged_prefill tiny-5:5-d8-mixed: error 0.00")

@@ -20,7 +20,7 @@ needs_compiler = pytest.mark.skipif(bool(missing()), reason=missing() or "presen
 def test_every_case_keeps_within_an_a100():
     seen: list[int] = []
     context = BenchContext(ApplianceConfig(), lambda _what, done, _total: seen.append(done))
-    results = kernels_static.figures(kernels_static.examine(context, "a100_sxm_80", ["paged_decode"]))
+    results = kernels_static.figures(kernels_static.examine(context, "a100_sxm_80", "paged_decode"))
     assert len(seen) == len(CASES)
     assert {result.name: result.met for result in results if result.op} == {
         "spill_bytes_max": True,

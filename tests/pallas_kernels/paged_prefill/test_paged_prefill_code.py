@@ -18,7 +18,7 @@ needs_compiler = pytest.mark.skipif(bool(missing()), reason=missing() or "presen
 @needs_compiler
 def test_every_case_keeps_within_an_a100():
     context = BenchContext(ApplianceConfig(), lambda *_: None)
-    examined = kernels_static.examine(context, "a100_sxm_80", ["paged_prefill"])
+    examined = kernels_static.examine(context, "a100_sxm_80", "paged_prefill")
     assert len(examined) == len(CASES)
     results = {result.name: result for result in kernels_static.figures(examined)}
     assert {name: result.met for name, result in results.items() if result.op} == {
