@@ -83,12 +83,13 @@ def run(context: BenchContext, *, models: Sequence[str], ids: int, depths: int) 
     from appliance.bench.kv_model import measure  # noqa: PLC0415 - loads jax
 
     found: list[Measured] = []
+    sources: dict[str, None] = {}
     notes: list[str] = []
     for model in models:
         measured, texts = measure(context, with_model(context.config, model), ids, depths)
         found.append(measured)
         notes += describe(measured)
-        sources = tuple(f"{text.kind}: {text.source}" for text in texts)
+        sources |= dict.fromkeys(f"{text.kind}: {text.source}" for text in texts)
         gc.collect()
     return Findings(figures(found), (*sources, *notes))
 
