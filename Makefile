@@ -62,6 +62,6 @@ $(RUNTIME): $(CREATED) requirements.lock pyproject.toml
 
 $(DEVELOPMENT): $(RUNTIME) requirements-dev.lock requirements-aot.lock
 	$(PIP) install --quiet --requirement requirements-dev.lock
-	$(PIP) install --quiet --no-deps --requirement requirements-aot.lock
+	$(PIP) install --quiet --no-deps --upgrade --target $(VENV)/aot --requirement requirements-aot.lock
 	@$(BIN)/pyright --version > /dev/null
 	@touch $@

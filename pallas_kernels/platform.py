@@ -1,6 +1,7 @@
-"""The only place that asks which CPU and instruction sets are present. Never imports jax."""
+"""The only place that asks which CPU, instruction sets and compilers are present. Never imports jax."""
 
 import platform as host_platform
+import sys
 from pathlib import Path
 
 _CPUINFO = Path("/proc/cpuinfo")
@@ -38,6 +39,16 @@ def nvidia_gpus() -> tuple[str, ...]:
         for line in information.read_text().splitlines()
     ]
     return tuple(line.split(":", 1)[1].strip() for line in lines if line.startswith("Model:"))
+
+
+def find_gpu_compiler() -> None:
+    """Put the compiler for GPUs on the path, where it was installed beside the environment; call before jax is imported.
+
+    It lies in a folder of its own, since jax writes about a missing driver wherever it finds it.
+    """
+    folder = str(Path(sys.prefix) / "aot")
+    if Path(folder).is_dir() and folder not in sys.path:
+        sys.path.append(folder)
 
 
 def _cpuinfo() -> list[str]:

@@ -5,6 +5,9 @@ import os
 from hypothesis import settings
 from jaxtyping import install_import_hook
 
+from pallas_kernels.platform import find_gpu_compiler
+
+find_gpu_compiler()
 # read by jax when it is first imported, here and in the processes that tests start
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # noqa: TID251 - no configuration exists yet
 os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")  # noqa: TID251

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from appliance.bench.report import Findings, Result, installed
 from appliance.bench.runner import BenchContext, BenchError, BenchUseError
+from pallas_kernels.platform import find_gpu_compiler
 
 if TYPE_CHECKING:
     from pallas_kernels.card import Card
@@ -105,6 +106,7 @@ def examine(context: BenchContext, target: str, only: str = "") -> tuple[Examine
         BenchUseError: the extra is not installed, or no case has such a name.
         BenchError: a case does not compile.
     """
+    find_gpu_compiler()
     import jax  # noqa: PLC0415 - and the modules below load it
 
     from pallas_kernels.card import find_card  # noqa: PLC0415
