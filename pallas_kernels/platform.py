@@ -42,7 +42,7 @@ def nvidia_gpus() -> tuple[str, ...]:
 
 
 def find_gpu_compiler() -> None:
-    """Put the compiler for GPUs on the path, where it was installed beside the environment; call before jax is imported.
+    """Put a compiler for GPUs that lies beside the environment on the path; call before jax is imported.
 
     It lies in a folder of its own, since jax writes about a missing driver wherever it finds it.
     """
