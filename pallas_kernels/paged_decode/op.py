@@ -4,14 +4,15 @@ The new token's own key and value are an argument and not yet in a page: a step 
 at its end, so that the pool is read-only while layers run and is never copied.
 """
 
+from collections.abc import Callable
 from typing import Literal
 
 import jax
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.errors import require
-from pallas_kernels.paged_decode import native, pallas, reference, xla
-from pallas_kernels.pages import Pages, pool_shape
+from pallas_kernels.paged_decode import native, pallas, pallas_bitmask, pallas_int8, reference, xla
+from pallas_kernels.pages import BitmaskPages, Int8Pages, Pages, pool_shape
 
 Implementation = Literal["reference", "xla", "native", "pallas"]
 
@@ -64,7 +65,14 @@ def paged_decode(
         "reference": reference.paged_decode,
         "xla": xla.paged_decode,
         "native": native.paged_decode,
-        "pallas": pallas.paged_decode,
+        "pallas": kernel_for(pages),
     }[implementation]
     with jax.named_scope("paged_decode"):
         return run(q, k, v, pages, layer, page_table, lengths, window, scale=scale, softcap=softcap)
+
+
+def kernel_for(pages: Pages) -> Callable[..., Float[Array, "slots q_heads head_dim"]]:
+    """The function that runs the Triton kernel of a pool's format."""
+    if isinstance(pages, Int8Pages):
+        return pallas_int8.paged_decode
+    return pallas_bitmask.paged_decode if isinstance(pages, BitmaskPages) else pallas.paged_decode

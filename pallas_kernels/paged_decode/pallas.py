@@ -17,15 +17,14 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.access import DIRECT, Access
 from pallas_kernels.errors import require
-from pallas_kernels.softmax import MASKED, Partial, capped, finish, merge
+from pallas_kernels.paged_decode.beside import finished, in_window
+from pallas_kernels.paged_decode.stretches import MULTIPROCESSORS, columns, over_stretches, product
+from pallas_kernels.softmax import MASKED, capped
 
 HEAD_DIMS = (8, 16, 32, 64, 80, 96, 128, 256)
 """Head dims whose tiles are known to fit."""
 MAX_QUERIES = 8192
 """Most that the query heads of a key/value head, rounded up to a power of two, may have in channels all together."""
-MULTIPROCESSORS = 108
-"""Of the card that the number of stretches is chosen for; another card runs the same program less evenly."""
-
 _LEAST_ROWS = 16  # of an operand of the tensor cores
 _NARROWEST_CHUNK = 32  # four warps share its columns, eight each; in a narrower one they repeat each other's work
 _WIDEST_CHUNK = 128
@@ -115,10 +114,10 @@ def _kernel(
     first, begin, end = _stretch(length, access.load(window_ref, ()), split, tile)
     row = jnp.arange(tile.rows, dtype=jnp.int32)
     real = row < group
-    channels = _channels(tile.chunks)
+    channels = columns(tile.chunks)
     mask = functools.partial(_mask, head_dim=head_dim)
     q_row = ((slot * kv_heads + head) * group + row)[:, None]
-    q = [access.load(q_ref, (q_row, columns[None, :]), mask(real, columns)) for columns in channels]
+    q = [access.load(q_ref, (q_row, chunk[None, :]), mask(real, chunk)) for chunk in channels]
     in_pool = access.load(layer_ref, ()) * num_pages
 
     def turn(index: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -131,17 +130,17 @@ def _kernel(
             page = access.load(table_ref, (slot, index * tile.positions // page_size))
         key_row = (((in_pool + page) * kv_heads + head) * 2 * page_size + position % page_size)[:, None]
         scores = jnp.zeros((tile.rows, tile.positions), jnp.float32)
-        for part, columns in zip(q, channels, strict=True):
-            keys = access.load(pages_ref, (key_row, columns[None, :]), mask(valid, columns))
-            scores += _product(part, keys.T)
+        for part, chunk in zip(q, channels, strict=True):
+            keys = access.load(pages_ref, (key_row, chunk[None, :]), mask(valid, chunk))
+            scores += product(part, keys.T)
         scores = jnp.where(valid[None, :], capped(scores * scale, softcap) * math.log2(math.e), MASKED)
         higher = jnp.maximum(peak, scores.max(axis=1))
         factor = jnp.exp2(peak - higher)
         weights = jnp.where(valid[None, :], jnp.exp2(scores - higher[:, None]), 0.0)
         total = total * factor + weights.sum(axis=1)
-        for place, columns in enumerate(channels):
-            values = access.load(pages_ref, (key_row + page_size, columns[None, :]), mask(valid, columns))
-            weighted[place] = weighted[place] * factor[:, None] + _product(weights.astype(values.dtype), values)
+        for place, chunk in enumerate(channels):
+            values = access.load(pages_ref, (key_row + page_size, chunk[None, :]), mask(valid, chunk))
+            weighted[place] = weighted[place] * factor[:, None] + product(weights.astype(values.dtype), values)
         return higher, total, *weighted
 
     state = (
@@ -153,34 +152,22 @@ def _kernel(
     out_row = ((slot * kv_heads + head) * tile.splits + split) * group + row
     access.store(peak_ref, (out_row,), peak * math.log(2), real)
     access.store(total_ref, (out_row,), total, real)
-    for part, columns in zip(weighted, channels, strict=True):
-        access.store(weighted_ref, (out_row[:, None], columns[None, :]), part, mask(real, columns))
+    for part, chunk in zip(weighted, channels, strict=True):
+        access.store(weighted_ref, (out_row[:, None], chunk[None, :]), part, mask(real, chunk))
 
 
 def _stretch(length: Array, window: Array, split: Array, tile: Tiling) -> tuple[Array, Array, Array]:
     """The first position that counts, and the tiles, from and up to, that a program goes through."""
-    first = jnp.where(window > 0, jnp.maximum(length - window + 1, 0), 0)
+    first = in_window(length, window)
     first_tile, end_tile = first // tile.positions, pl.cdiv(length, tile.positions)
     share = jnp.maximum(pl.cdiv(end_tile - first_tile, tile.splits), tile.least_tiles)
     begin = first_tile + split * share
     return first, begin, jnp.minimum(begin + share, end_tile)
 
 
-def _channels(chunks: tuple[int, ...]) -> list[Array]:
-    """The channels of each chunk."""
-    starts = (sum(chunks[:index]) for index in range(len(chunks)))
-    return [start + jnp.arange(size, dtype=jnp.int32) for start, size in zip(starts, chunks, strict=True)]
-
-
 def _mask(rows: Array, columns: Array, head_dim: int) -> Array:
     """Which elements of a tile exist."""
     return rows[:, None] & (columns < head_dim)[None, :]
-
-
-def _product(a: Array, b: Array) -> Array:
-    """The matrix product with float32 sums; float32 operands are not cut to TF32."""
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return jax.lax.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
 
 
 def paged_decode(
@@ -229,18 +216,5 @@ def paged_decode(
         q.reshape(slots * q_heads, head_dim).astype(pages.dtype),
         pages.reshape(-1, head_dim),
     )
-    by_split = (slots, kv_heads, tile.splits, group)
-    parts = Partial(peak.reshape(by_split), total.reshape(by_split), weighted.reshape(*by_split, head_dim))
-    grouped = q.astype(jnp.float32).reshape(slots, kv_heads, group, head_dim) * scale
-    scores = capped(jnp.einsum("skgd,skd->skg", grouped, k.astype(jnp.float32)), softcap)
-    values = jnp.broadcast_to(v.astype(jnp.float32)[:, :, None], grouped.shape)
-    own = Partial(scores, jnp.ones_like(scores), values)
-    return finish(merge(_over_splits(parts), own)).reshape(slots, q_heads, head_dim).astype(q.dtype)
-
-
-def _over_splits(parts: Partial) -> Partial:
-    """The partial sums of all stretches in one."""
-    peak = parts.peak.max(axis=2)
-    factor = jnp.exp(parts.peak - peak[:, :, None])
-    total = (parts.total * factor).sum(axis=2)
-    return Partial(peak, total, (parts.weighted * factor[..., None]).sum(axis=2))
+    paged = over_stretches(weighted, peak, total, (slots, kv_heads, tile.splits, group))
+    return finished(paged, q, k, v, pages, layer, lengths, window, scale=scale, softcap=softcap)

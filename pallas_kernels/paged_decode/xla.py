@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.pages import Pages, fetch, in_pages, pool_shape, recent, turned_back
-from pallas_kernels.softmax import Partial, capped, empty, finish, merge, weigh
+from pallas_kernels.paged_decode.beside import finished, in_window
+from pallas_kernels.pages import Pages, fetch, in_pages, pool_shape
+from pallas_kernels.softmax import Partial, capped, empty, merge, weigh
 
 
 def paged_decode(
@@ -26,9 +27,8 @@ def paged_decode(
     shape = pool_shape(pages, head_dim)
     kv_heads, page_size = shape.kv_heads, shape.page_size
     grouped = (q.astype(jnp.float32) * scale).reshape(slots, kv_heads, q_heads // kv_heads, head_dim)
-    in_window = jnp.where(window > 0, jnp.maximum(lengths - window + 1, 0), 0)
     first_stored, end_stored = in_pages(pages, lengths)
-    first_valid = jnp.maximum(in_window, first_stored)
+    first_valid = jnp.maximum(in_window(lengths, window), first_stored)
     num_pages = (jnp.max(end_stored) + page_size - 1) // page_size
     first_page = jnp.min(jnp.where(end_stored > 0, first_valid, jnp.iinfo(jnp.int32).max)) // page_size
 
@@ -44,19 +44,6 @@ def paged_decode(
         values = jnp.where(valid[:, None, :, None], tile[:, :, 1], 0.0)
         return page + 1, merge(partial, Partial(peak, total, jnp.einsum("skgp,skpd->skgd", weights, values)))
 
-    new_scores = capped(jnp.einsum("skgd,skd->skg", grouped, k.astype(jnp.float32)), softcap)
-    own = Partial(
-        new_scores,
-        jnp.ones_like(new_scores),
-        jnp.broadcast_to(v.astype(jnp.float32)[:, :, None], grouped.shape),
-    )
     start = (jnp.minimum(first_page, num_pages), empty(grouped.shape[:3], head_dim))
-    _, history = jax.lax.while_loop(lambda state: state[0] < num_pages, turn, start)
-    merged = merge(turned_back(pages, history), own)
-    beside = recent(pages, layer, jnp.arange(slots, dtype=jnp.int32), lengths)
-    if beside is not None:
-        valid = beside.valid & (beside.position >= in_window[:, None])
-        scores = capped(jnp.einsum("skgd,skpd->skgp", grouped, beside.k), softcap)
-        peak, total, weights = weigh(scores, valid[:, None, None])
-        merged = merge(merged, Partial(peak, total, jnp.einsum("skgp,skpd->skgd", weights, beside.v)))
-    return finish(merged).reshape(slots, q_heads, head_dim).astype(q.dtype)
+    _, paged = jax.lax.while_loop(lambda state: state[0] < num_pages, turn, start)
+    return finished(paged, q, k, v, pages, layer, lengths, window, scale=scale, softcap=softcap)
