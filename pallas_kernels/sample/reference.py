@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
+from pallas_kernels.sample.noise import UNIFORM_BITS, gumbel_of
+
 
 def adjust(logits: Array, rows: tuple, counts: Array, bias: Array, *, prompt_bit: int = 1 << 16) -> Array:
     """Logits after bias, penalties and suppression."""
@@ -33,11 +35,14 @@ def gumbel(rows: tuple, ids: Int32[Array, "rows n"]) -> Float[Array, "rows n"]:
         key = jax.random.fold_in(jax.random.wrap_key_data(data, impl="threefry2x32"), position)
         words = jax.random.key_data(jax.vmap(lambda i: jax.random.fold_in(key, i))(row_ids))
         bits = words[:, 0] ^ words[:, 1]
-        # 24 bits into the open interval (0, 1): no infinities on either side
-        uniform = ((bits >> 8).astype(jnp.float32) + 0.5) * (2.0**-24)
-        return -jnp.log(-jnp.log(uniform))
+        return gumbel_of((bits >> (32 - UNIFORM_BITS)).astype(jnp.int32))
 
     return jax.vmap(one_row)(rows.seed_low, rows.seed_high, rows.position, ids)
+
+
+def min_p_floor(min_p: Float[Array, "*rows"]) -> Float[Array, "*rows"]:
+    """The smallest scaled logit that min-p keeps; minus infinity where it is off."""
+    return jnp.where(min_p > 0, jnp.log(jnp.maximum(min_p, 1e-38)), -jnp.inf)
 
 
 def scaled(logits: Float[Array, "rows vocab"], temperature: Float[Array, " rows"]) -> Float[Array, "rows vocab"]:
@@ -59,8 +64,7 @@ def sample(logits: Array, rows: tuple, counts: Array, bias: Array, *, num_top: i
     inside = (before < rows.top_p[:, None] * mass.sum(1, keepdims=True)) | (jnp.arange(vocab) == 0)
     inside |= rows.top_p[:, None] >= 1  # off, whatever the sums round to
     nucleus = jnp.min(jnp.where(inside, descending, jnp.inf), axis=1, keepdims=True)
-    floor = jnp.log(jnp.maximum(rows.min_p, 1e-38))[:, None]
-    keep = (z >= kth) & (z >= nucleus) & ((z >= floor) | (rows.min_p[:, None] <= 0))
+    keep = (z >= kth) & (z >= nucleus) & (z >= min_p_floor(rows.min_p)[:, None])
     noise = gumbel(rows, jnp.broadcast_to(jnp.arange(vocab), z.shape))
     drawn = jnp.argmax(jnp.where(keep, z + noise, -jnp.inf), axis=-1)
     ids = jnp.where(rows.temperature > 0, drawn, jnp.argmax(adjusted, axis=-1)).astype(jnp.int32)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
-from pallas_kernels.sample.reference import adjust, gumbel, scaled, suppress
+from pallas_kernels.sample.reference import adjust, gumbel, min_p_floor, scaled, suppress
 
 CANDIDATES = 256
 _FLOAT_BITS = 31
@@ -72,10 +72,6 @@ def _draw(adjusted: Float[Array, "rows vocab"], rows: tuple) -> Int32[Array, " r
     return jax.lax.cond(jnp.all(limits.exact | (rows.temperature <= 0)), among_candidates, among_all)
 
 
-def _min_p_limit(rows: tuple) -> Float[Array, " rows"]:
-    return jnp.where(rows.min_p > 0, jnp.log(jnp.maximum(rows.min_p, 1e-38)), -jnp.inf)
-
-
 def _candidate_limits(z: Array, values: Float[Array, "rows candidates"], rows: tuple) -> _Limits:
     vocab, candidates = z.shape[1], values.shape[1]
     bounded = (rows.top_k > 0) & (rows.top_k <= candidates)
@@ -90,7 +86,7 @@ def _candidate_limits(z: Array, values: Float[Array, "rows candidates"], rows: t
     reached = before[:, -1] + mass[:, -1] >= wanted
     nucleus = jnp.min(jnp.where(inside, values, jnp.inf), axis=1)
     nucleus = jnp.where(reached & (rows.top_p < 1), nucleus, -jnp.inf)
-    kept = jnp.maximum(jnp.maximum(kth, nucleus), _min_p_limit(rows))
+    kept = jnp.maximum(jnp.maximum(kth, nucleus), min_p_floor(rows.min_p))
     # a top-k beyond the candidates bounds top-p's total, so that only the whole vocabulary tells
     told = bounded | (rows.top_k == 0) | (rows.top_k >= vocab)
     return _Limits(kept, (told & (values[:, -1] < kept)) | (candidates == vocab))
@@ -111,7 +107,7 @@ def _full_limits(z: Float[Array, "rows vocab"], rows: tuple, asked: Bool[Array, 
         return jnp.where(rows.top_p < 1, found, -jnp.inf)
 
     inside = jax.lax.cond(jnp.any(asked & (rows.top_p < 1)), nucleus, lambda: off)
-    return jnp.maximum(jnp.maximum(kth, inside), _min_p_limit(rows))
+    return jnp.maximum(jnp.maximum(kth, inside), min_p_floor(rows.min_p))
 
 
 def _largest_threshold(z: Float[Array, "rows vocab"], enough: object) -> Float[Array, " rows"]:
