@@ -26,6 +26,10 @@ _USED = re.compile(
 )
 
 
+Shapes = jax.ShapeDtypeStruct | tuple[jax.ShapeDtypeStruct, ...]
+"""Of an argument, which may be several arrays."""
+
+
 class CompileError(RuntimeError):
     """The kernel cannot be compiled or its code cannot be read; the message gives the cause and what to do."""
 
@@ -72,9 +76,15 @@ def _assembler() -> Path | None:
     return next((file for place in places if (file := Path(place) / "bin" / "ptxas").is_file()), None)
 
 
-def compile_kernel(
-    card: Card, kernel: str, function: Callable[..., object], *shapes: jax.ShapeDtypeStruct
-) -> KernelCode:
+@dataclass(frozen=True, slots=True)
+class ProgramMemory:
+    """Bytes of a whole program: results that lie where arguments lay, and what it needs beside both."""
+
+    aliased_bytes: int
+    temporary_bytes: int
+
+
+def compile_kernel(card: Card, kernel: str, function: Callable[..., object], *shapes: Shapes) -> KernelCode:
     """Compile ``function`` for ``card`` and look at the code of its kernel of that name.
 
     Args:
@@ -86,20 +96,39 @@ def compile_kernel(
     Raises:
         CompileError: a package is missing, the compiler refuses, or there is no kernel of that name.
     """
+    with tempfile.TemporaryDirectory(prefix="zccp-kernel-") as name:
+        folder = Path(name)
+        try:
+            _lowered(card, jax.jit(function), shapes).compile(compiler_options={"xla_dump_to": str(folder)})
+        except jax.errors.JaxRuntimeError as error:
+            raise CompileError(f"{kernel} does not compile for {card.name}: {error}") from error
+        return _read(card, kernel, folder)
+
+
+def program_memory(card: Card, function: Callable[..., object], *shapes: Shapes) -> ProgramMemory:
+    """Compile ``function`` for ``card``, its first argument given away, and see what memory it takes.
+
+    Raises:
+        CompileError: a package is missing, or the compiler refuses.
+    """
+    try:
+        analysis = _lowered(card, jax.jit(function, donate_argnums=0), shapes).compile().memory_analysis()
+    except jax.errors.JaxRuntimeError as error:
+        raise CompileError(f"a program does not compile for {card.name}: {error}") from error
+    if analysis is None:
+        raise CompileError(f"the compiler for {card.name} says nothing about memory; its package may be too new")
+    return ProgramMemory(analysis.alias_size_in_bytes, analysis.temp_size_in_bytes)
+
+
+def _lowered(card: Card, function: jax.stages.Wrapped, shapes: tuple[Shapes, ...]) -> jax.stages.Lowered:
     if lacking := missing():
         raise CompileError(lacking)
     topology = topologies.get_topology_desc(
         platform="cuda", topology_name="", target_config=card.target_config(), topology="1x1x1"
     )
     placed = NamedSharding(topologies.make_mesh(topology, (1,), ("card",)), PartitionSpec())
-    arguments = [jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=placed) for shape in shapes]
-    with tempfile.TemporaryDirectory(prefix="zccp-kernel-") as name:
-        folder = Path(name)
-        try:
-            jax.jit(function).lower(*arguments).compile(compiler_options={"xla_dump_to": str(folder)})
-        except jax.errors.JaxRuntimeError as error:
-            raise CompileError(f"{kernel} does not compile for {card.name}: {error}") from error
-        return _read(card, kernel, folder)
+    arguments = jax.tree.map(lambda part: jax.ShapeDtypeStruct(part.shape, part.dtype, sharding=placed), shapes)
+    return function.lower(*arguments)
 
 
 def _read(card: Card, kernel: str, folder: Path) -> KernelCode:

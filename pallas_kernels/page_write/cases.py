@@ -8,7 +8,10 @@ from pallas_kernels.model_shapes import HeadShape
 
 @dataclass(frozen=True, slots=True)
 class WriteCase:
-    """One write of ``tokens`` new positions of all layers; ``small`` marks what a CPU test may run."""
+    """One write of ``tokens`` new positions of all layers; ``small`` marks what a CPU test may run.
+
+    ``kv_format`` is the pool's, bf16 standing for any plain one; ``rows`` share the tokens (0: each is its own row).
+    """
 
     name: str
     heads: HeadShape
@@ -17,6 +20,8 @@ class WriteCase:
     page_size: int
     tokens: int
     small: bool = True
+    kv_format: str = "bf16"
+    rows: int = 0
 
 
 CASES = (
@@ -27,3 +32,29 @@ CASES = (
     WriteCase("llama-3.1-8b-prefill", models.LLAMA31_8B, 32, 4_096, 64, 2_048, small=False),
     WriteCase("llama-3.1-8b-decode", models.LLAMA31_8B, 32, 4_096, 64, 64, small=False),
 )
+
+_HEADS = (models.TINY, models.SMOLLM2_135M, models.D80, models.D96, models.LLAMA31_8B, models.GEMMA3_270M)
+_FORMATS = {"bf16": 64, "int8": 64, "bmq4": 128, "bmq2": 256}
+
+GPU_CASES = (
+    *(
+        WriteCase(f"{heads.model}-{kv_format}-decode", heads, 4, 256, page, 64, small=False, kv_format=kv_format)
+        for kv_format, page in _FORMATS.items()
+        for heads in _HEADS
+    ),
+    *(
+        WriteCase(
+            f"llama-3.1-8b-{kv_format}-prefill",
+            models.LLAMA31_8B,
+            32,
+            4_096,
+            page,
+            2_048,
+            small=False,
+            kv_format=kv_format,
+            rows=8,
+        )
+        for kv_format, page in _FORMATS.items()
+    ),
+)
+"""Every format at every head dim for a decode step, and chunks of prompts into pools that take 64-bit addresses."""

@@ -16,10 +16,11 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels.access import DIRECT, Access
 from pallas_kernels.bits import pair
+from pallas_kernels.errors import require
 from pallas_kernels.kv_int8 import codes_of, scale_of
 from pallas_kernels.page_write.blocks import filled_blocks, kept_lines
 from pallas_kernels.page_write.pallas_blocks import write_blocks
-from pallas_kernels.pages import BitmaskPages, Int8Pages, Pages, PoolShape, pool_shape
+from pallas_kernels.pages import BitmaskPages, Int8Pages, Pages, PoolShape, kind, pool_shape
 from pallas_kernels.rows import Rows, pages_of, places
 
 _NUMBERS = 2048  # of keys, and of values, that a program stores
@@ -124,16 +125,22 @@ def page_write(
 
     On a GPU a quotient's last bit may differ from other processors', and with it a scale's last bit or a code by one.
     ``interpret`` runs the kernels on any backend, slowly; ``access`` lets a caller watch what is read and written.
+
+    Raises:
+        ContractError: the pool holds bits of bf16 instead of numbers.
     """
     tokens, head_dim = k.shape[1], k.shape[3]
     launch = functools.partial(_launch, k=k, v=v, interpret=interpret, access=access)
     shape = pool_shape(pages, head_dim)
     if isinstance(pages, BitmaskPages):
         assert energy is not None, "the contract asks for it"
+        require(
+            pages.recent.dtype == jnp.bfloat16, f"rows beside pages are {pages.recent.dtype}; this kernel takes bf16"
+        )
         slots, lines = pages.recent.shape[1], pages.recent.shape[4]
         plan = filled_blocks(rows, tokens, slots, shape.num_pages, pages.words.shape[3])
         words = write_blocks(pages, k, v, energy, plan, interpret=interpret, access=access)
-        # the words go through this launch too, so that it cannot begin before the rows that it replaces were read
+        # the words go through this launch too: it follows the other, so that nobody copies the rows that one reads
         recent, words = launch(
             _plain,
             (pages.recent.reshape(-1, head_dim), words),
@@ -145,6 +152,7 @@ def page_write(
     if isinstance(pages, Int8Pages):
         (words,) = launch(_int8, (pages.words.reshape(-1, pages.words.shape[3]),), at, shape)
         return Int8Pages(words.reshape(pages.words.shape))
+    require(pages.dtype != jnp.uint16, f"pages are {kind(pages)}; this kernel takes float32 and bf16")
     (written,) = launch(_plain, (pages.reshape(-1, head_dim),), at, shape)
     return written.reshape(pages.shape)
 

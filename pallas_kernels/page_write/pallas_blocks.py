@@ -202,16 +202,21 @@ def _values(block: _Block, turn_ref: jax.Ref, norm_ref: jax.Ref, height: int, de
 
     def rows(index: Array, _: None) -> None:
         t = index * height + jnp.arange(height, dtype=jnp.int32)
-        words, scales = jnp.zeros((height, column.size), jnp.int32), list[Array]()
-        for g in range(_QUARTERS):
-            halves = turned(g * _QUARTER + t)
-            scale = value_scale(jnp.maximum(*(jnp.abs(part).max(axis=1) for part in halves)))
-            for half, part in enumerate(halves):
-                words |= value_codes(part, scale[:, None]) << (VALUE_BITS * (_QUARTERS * half + g))
-            scales.append(scale)
+
+        def quarters(g: Array, words: Array) -> Array:
+            """The words with the codes of quarters ``g`` and ``g + 2``, whose scales share words."""
+            scales = list[Array]()
+            for quarter in (g, g + _QUARTERS // 2):
+                halves = turned(quarter * _QUARTER + t)
+                scale = value_scale(jnp.maximum(*(jnp.abs(part).max(axis=1) for part in halves)))
+                for half, part in enumerate(halves):
+                    words |= value_codes(part, scale[:, None]) << (VALUE_BITS * (_QUARTERS * half + quarter))
+                scales.append(scale)
+            block.store(_VALUE_SCALE, g * _QUARTER + t, pair(*scales))
+            return words
+
+        words = jax.lax.fori_loop(0, _QUARTERS // 2, quarters, jnp.zeros((height, column.size), jnp.int32))
         block.store(_VALUES, t[:, None] * size + column[None, :], words, inside[None, :])
-        for g in (0, 1):
-            block.store(_VALUE_SCALE, g * _QUARTER + t, pair(scales[g], scales[g + 2]))
 
     jax.lax.fori_loop(0, _QUARTER // height, rows, None)
 
