@@ -1,4 +1,4 @@
-"""What the attention kernels take on a GPU, from their machine code and their addresses, without the GPU.
+"""What the kernels take on a GPU, from their machine code and their addresses, without the GPU.
 
 Compiles every case of every kernel for the card, reads the compiler's reports, and counts the bytes of decoding over
 long contexts from the addresses that the kernel asks for. Says nothing about time. Needs the extra ``aot``.
@@ -17,10 +17,11 @@ if TYPE_CHECKING:
     from pallas_kernels.card import Card
     from pallas_kernels.compiled import KernelCode
 
-DECODE, PREFILL = "paged_decode", "paged_prefill"
-KERNELS = (DECODE, PREFILL)
+DECODE, PREFILL, WRITE = "paged_decode", "paged_prefill", "page_write"
+ATTENTION = (DECODE, PREFILL)
+KERNELS = (*ATTENTION, WRITE)
 
-SHARED_BYTES = {DECODE: 83_456, PREFILL: 166_912}
+SHARED_BYTES = {DECODE: 83_456, PREFILL: 166_912, WRITE: 83_456}
 BLOCKS_DECODE = 2
 BYTES_OVER_MINIMUM = 1.10
 LONG_CONTEXT = 8_192
@@ -82,7 +83,9 @@ class _Job:
 
 
 def _jobs() -> list[_Job]:
-    from pallas_kernels.paged_decode import cases as decode_cases  # noqa: PLC0415 - they load jax
+    from pallas_kernels.page_write import cases as write_cases  # noqa: PLC0415 - they load jax
+    from pallas_kernels.page_write import examine as write  # noqa: PLC0415
+    from pallas_kernels.paged_decode import cases as decode_cases  # noqa: PLC0415
     from pallas_kernels.paged_decode import examine as decode  # noqa: PLC0415
     from pallas_kernels.paged_prefill import cases as prefill_cases  # noqa: PLC0415
     from pallas_kernels.paged_prefill import examine as prefill  # noqa: PLC0415
@@ -96,6 +99,8 @@ def _jobs() -> list[_Job]:
         found.append(_Job(DECODE, f"{case.name} page {case.page_size}", functools.partial(decode.code, case), counted))
     for case in prefill_cases.CASES:
         found.append(_Job(PREFILL, f"{case.name} page {case.page_size}", functools.partial(prefill.code, case), None))
+    for case in write_cases.GPU_CASES:
+        found.append(_Job(WRITE, f"{case.name} page {case.page_size}", functools.partial(write.code, case), None))
     return found
 
 
@@ -118,7 +123,7 @@ def examine(context: BenchContext, target: str, only: str = "") -> tuple[Examine
     card, found = find_card(target), list[Examined]()
     jobs = [job for job in _jobs() if only in f"{job.kernel} {job.name}"]
     if not jobs:
-        raise BenchUseError(no_such_case(only))
+        raise BenchUseError(no_such_case(only, KERNELS))
     for done, job in enumerate(jobs):
         context.progress(f"compiling for {target}", done, len(jobs))
         try:
@@ -141,25 +146,27 @@ def examine(context: BenchContext, target: str, only: str = "") -> tuple[Examine
     return tuple(found)
 
 
-def no_such_case(only: str) -> str:
-    """Why nothing is examined or run."""
-    return f"no case has {only!r} in its name; a name begins with {' or '.join(KERNELS)}"
+def no_such_case(only: str, kernels: Sequence[str] = ATTENTION) -> str:
+    """Why nothing of these kernels is examined or run."""
+    return f"no case has {only!r} in its name; a name begins with {' or '.join(kernels)}"
 
 
 def figures(examined: Sequence[Examined]) -> tuple[Result, ...]:
     """The worst of all cases, with its target; of a kernel without any case there is no figure."""
     spilt = [case.local_bytes for case in examined]
-    without = [float(not case.tensor_products) for case in examined]
-    copies = [float(not case.async_copies) for case in examined]
     registers = [case.registers for case in examined]
-    count = len(examined)
     found = [
-        Result("spill_bytes_max", max(spilt), "B", count, _ends(spilt), 0, "=="),
-        Result("cases_without_mma", sum(without), "cases", count, _ends(without), 0, "=="),
-        Result("cases_without_cp_async", sum(copies), "cases", count, _ends(copies)),
-        Result("registers_max", max(registers), "registers", count, _ends(registers)),
+        Result("spill_bytes_max", max(spilt), "B", len(spilt), _ends(spilt), 0, "=="),
+        Result("registers_max", max(registers), "registers", len(registers), _ends(registers)),
     ]
-    for kernel, name in ((DECODE, "decode"), (PREFILL, "prefill")):
+    if attention := [case for case in examined if case.kernel in ATTENTION]:
+        without = [float(not case.tensor_products) for case in attention]
+        copies = [float(not case.async_copies) for case in attention]
+        found += (
+            Result("cases_without_mma", sum(without), "cases", len(without), _ends(without), 0, "=="),
+            Result("cases_without_cp_async", sum(copies), "cases", len(copies), _ends(copies)),
+        )
+    for kernel, name in ((DECODE, "decode"), (PREFILL, "prefill"), (WRITE, "write")):
         shared = [case.shared_bytes for case in examined if case.kernel == kernel]
         blocks = [case.blocks for case in examined if case.kernel == kernel]
         if not shared:

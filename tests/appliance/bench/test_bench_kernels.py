@@ -5,7 +5,7 @@ from importlib import import_module
 import pytest
 
 from appliance.bench import kernels, runner
-from appliance.bench.kernels_static import DECODE, PREFILL, Examined, figures
+from appliance.bench.kernels_static import DECODE, PREFILL, WRITE, Examined, figures
 
 GOOD = Examined(DECODE, "good", 80, 0, 37_896, 4, 16, 29, 1.01)
 
@@ -40,6 +40,17 @@ def test_prefill_has_figures_of_its_own() -> None:
         "prefill_ctas_per_sm_min": (1, None),
     }
     assert figure(GOOD, prefill)["smem_decode_max"] == (37_896, True)
+
+
+def test_writes_need_no_products_of_matrices() -> None:
+    write = Examined(WRITE, "plain", 32, 0, 83_457, 16, 0, 0, None)
+    assert figure(write) == {
+        "spill_bytes_max": (0, True),
+        "registers_max": (32, None),
+        "smem_write_max": (83_457, False),
+        "write_ctas_per_sm_min": (16, None),
+    }
+    assert figure(GOOD, write)["cases_without_mma"] == (0, True)
 
 
 def test_a_case_is_a_line() -> None:
@@ -77,5 +88,5 @@ def test_a_card_that_is_not_known_is_refused(capsys) -> None:
 def test_a_case_that_is_not_there_is_named(monkeypatch, capsys) -> None:
     monkeypatch.setattr(import_module("pallas_kernels.compiled"), "missing", lambda: "")
     assert runner.main("kernels", ["--static", "--only", "llama-9"]) == 2
-    wanted = "zccp: no case has 'llama-9' in its name; a name begins with paged_decode or paged_prefill\n"
+    wanted = "zccp: no case has 'llama-9' in its name; a name begins with paged_decode or paged_prefill or page_write\n"
     assert capsys.readouterr().err == wanted
