@@ -5,7 +5,7 @@ Owns the packing arithmetic that every format shares. Two bf16 numbers share a w
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32, UInt32
+from jaxtyping import Array, BFloat16, Float, Int32, UInt16, UInt32
 
 UPPER = 0xFFFF0000
 
@@ -27,6 +27,16 @@ def bf16_nearest(x: Float[Array, "*n"]) -> Float[Array, "*n"]:
     """
     bits = patterns(x)
     return floats((bits + jnp.uint32(0x7FFF) + ((bits >> 16) & jnp.uint32(1))) & jnp.uint32(UPPER))
+
+
+def bf16_bits(x: Float[Array, "*n"]) -> UInt16[Array, "*n"]:
+    """The bits of numbers rounded to bf16."""
+    return jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)
+
+
+def bf16_numbers(bits: UInt16[Array, "*n"]) -> BFloat16[Array, "*n"]:
+    """The bf16 numbers of bits."""
+    return jax.lax.bitcast_convert_type(bits, jnp.bfloat16)
 
 
 def pair(lower: Float[Array, "*n"], upper: Float[Array, "*n"]) -> Int32[Array, "*n"]:

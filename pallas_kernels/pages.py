@@ -2,21 +2,28 @@
 
 Owns the kinds of pool, and the one place where the implementations without kernels of their own turn a page back into
 keys and values. float32 and bf16 pools are plain arrays ``[layers, num_pages, kv_heads, 2, page_size, head_dim]``.
+
+Wherever a pool holds bf16 numbers it may hold their bits instead, as uint16: XLA for CPUs takes and puts bf16 numbers
+only in float32 and converts the whole array for it, at every step. Kernels for GPUs take bf16 numbers.
 """
 
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, BFloat16, Bool, Float, Int32
+from jaxtyping import Array, BFloat16, Bool, Float, Int32, UInt16
 
 from pallas_kernels import kv_int8
+from pallas_kernels.bits import bf16_numbers
 from pallas_kernels.errors import ContractError, require
 from pallas_kernels.kv_bitmask import op as kv_bitmask
 from pallas_kernels.kv_bitmask.rotation import rotation
 from pallas_kernels.kv_layout import BLOCK, SINKS, BitmaskLayout, int8_page_size, int8_page_words
 from pallas_kernels.softmax import Partial
 
-FloatPages = Float[Array, "layers num_pages kv_heads key_value page_size head_dim"]
+FloatPages = (
+    Float[Array, "layers num_pages kv_heads key_value page_size head_dim"]
+    | UInt16[Array, "layers num_pages kv_heads key_value page_size head_dim"]
+)
 
 
 class Int8Pages(NamedTuple):
@@ -33,7 +40,9 @@ class BitmaskPages(NamedTuple):
     """
 
     words: Int32[Array, "layers num_pages kv_heads blocks block_words"]
-    recent: BFloat16[Array, "layers slots kv_heads 2 144 head_dim"]
+    recent: (
+        BFloat16[Array, "layers slots kv_heads 2 144 head_dim"] | UInt16[Array, "layers slots kv_heads 2 144 head_dim"]
+    )
 
 
 Pages = FloatPages | Int8Pages | BitmaskPages
@@ -85,7 +94,14 @@ def pool_shape(pages: Pages, head_dim: int) -> PoolShape:
 
 def kind(pages: Pages) -> str:
     """The pool's format, for messages."""
-    return type(pages).__name__ if isinstance(pages, (Int8Pages, BitmaskPages)) else str(pages.dtype)
+    if isinstance(pages, (Int8Pages, BitmaskPages)):
+        return type(pages).__name__
+    return "bits of bf16" if pages.dtype == jnp.uint16 else str(pages.dtype)
+
+
+def numbers(part: Array) -> Float[Array, "*n"]:
+    """What a part of a pool, or of its ``recent``, holds: bits of bf16 as numbers, numbers as they are."""
+    return bf16_numbers(part) if part.dtype == jnp.uint16 else part
 
 
 def layout_of(pages: BitmaskPages, head_dim: int) -> BitmaskLayout:
@@ -116,7 +132,7 @@ def fetch(
         layout, words = layout_of(pages, head_dim), pages.words.at[layer, ids].get(mode="clip")
         both = kv_bitmask.dequantize(words, head_dim=head_dim, base_bits=layout.base_bits, implementation="xla")
         return jnp.stack([part.reshape(*part.shape[:-3], -1, head_dim) for part in both], axis=-3)
-    return pages.at[layer, ids].get(mode="clip")
+    return numbers(pages.at[layer, ids].get(mode="clip"))
 
 
 def in_pages(pages: Pages, lengths: Int32[Array, " rows"]) -> tuple[Int32[Array, " rows"], Int32[Array, " rows"]]:
@@ -132,7 +148,7 @@ def recent(
     """What rows keep outside of pages; None in formats that keep nothing there."""
     if not isinstance(pages, BitmaskPages):
         return None
-    both = pages.recent.at[layer, slots].get(mode="clip").astype(jnp.float32)  # rows kv_heads 2 144 head_dim
+    both = numbers(pages.recent.at[layer, slots].get(mode="clip")).astype(jnp.float32)  # rows kv_heads 2 144 head_dim
     row = jnp.arange(both.shape[3], dtype=jnp.int32)
     opened = (lengths // BLOCK * BLOCK)[:, None]
     position = jnp.where(row < SINKS, row, opened + row - SINKS)

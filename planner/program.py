@@ -26,7 +26,8 @@ from planner.kv import BASE_BITS
 from planner.plan import Plan
 from planner.weights import weight_specs
 
-_FLOAT_DTYPES = {KvFormat.FLOAT32: jnp.float32, KvFormat.BF16: jnp.bfloat16}
+_BF16 = jnp.uint16  # its bits, see pallas_kernels.pages: every target is a CPU
+_FLOAT_DTYPES = {KvFormat.FLOAT32: jnp.float32, KvFormat.BF16: _BF16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ def pool_shapes(
     if kv_format in BASE_BITS:
         words = (*pool, page_size // BLOCK, BitmaskLayout(head_dim, BASE_BITS[kv_format]).words)
         recent = (architecture.layers, slots, architecture.kv_heads, 2, RECENT, head_dim)
-        return BitmaskPages._make((shape(words, jnp.int32), shape(recent, jnp.bfloat16)))
+        return BitmaskPages._make((shape(words, jnp.int32), shape(recent, _BF16)))
     if kv_format is KvFormat.INT8:
         return Int8Pages._make((shape((*pool, int8_page_words(page_size, head_dim)), jnp.int32),))
     return shape((*pool, 2, page_size, head_dim), _FLOAT_DTYPES[kv_format])
