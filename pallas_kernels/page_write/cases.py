@@ -47,7 +47,7 @@ GPU_CASES = (
             f"llama-3.1-8b-{kv_format}-prefill",
             models.LLAMA31_8B,
             32,
-            4_096,
+            1_024,
             page,
             2_048,
             small=False,

@@ -121,8 +121,6 @@ def _keys(block: _Block, energy_ref: jax.Ref, energy_row: Array) -> None:
     score = jnp.where(real, _score(lowest, highest, block.access.load(energy_ref, (energy_row, channel), real)), -1)
     choice = _choose(score, channel, layout.lanes)
     marked = choice.marked(score, channel)
-    within = key_range(lowest, highest, marked, layout)
-    block.store(_AFFINE, channel, pair(within.scale, within.least), real)
     word = jnp.arange(MASK_WORDS, dtype=jnp.int32)
     bits = jnp.where(marked, 1 << (channel % 32), 0)[None, :]
     block.store(_MASK, word, jnp.sum(jnp.where(channel[None, :] // 32 == word[:, None], bits, 0), axis=1))
@@ -155,14 +153,16 @@ def _key_tile(
     energy: Float[Array, " c"],
     below: Int32[Array, ""],
 ) -> Int32[Array, "32 c"]:
-    """The low codes of some channels, the first quarter lowest; stores their upper bits, from lane ``below`` on."""
+    """The low codes of channels, the first quarter lowest; stores their ranges, and upper bits from lane ``below`` on."""
     layout, t = block.layout, jnp.arange(_QUARTER, dtype=jnp.int32)
     quarters = [block.load(g * _QUARTER + t, channel, inside).astype(jnp.float32) for g in range(_QUARTERS)]
     ends = [block.extremes(tile, g * _QUARTER + t) for g, tile in enumerate(quarters)]
     lowest = functools.reduce(jnp.minimum, (low for low, _ in ends))
     highest = functools.reduce(jnp.maximum, (high for _, high in ends))
     marked = choice.marked(_score(lowest, highest, energy), channel) & inside
-    within = KeyRange(*(part[None, :] for part in key_range(lowest, highest, marked, layout)))
+    within = key_range(lowest, highest, marked, layout)
+    block.store(_AFFINE, channel, pair(within.scale, within.least), inside)
+    within = KeyRange(*(part[None, :] for part in within))
     ones = marked.astype(jnp.int32)
     lane = below + jnp.cumsum(ones) - ones
     half, n = jnp.arange(2, dtype=jnp.int32), jnp.arange(16, dtype=jnp.int32)
