@@ -6,9 +6,9 @@ import jax
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.errors import require
-from pallas_kernels.sample import reference, xla
+from pallas_kernels.sample import pallas, reference, xla
 
-Implementation = Literal["reference", "xla", "native"]
+Implementation = Literal["reference", "xla", "native", "pallas"]
 
 PROMPT_BIT = 1 << 16
 """Counts hold the occurrences in the completion, plus this for an id that occurs in the prompt."""
@@ -86,6 +86,11 @@ def sample(
     require(0 < num_top <= vocab, f"num_top {num_top} must be in 1..{vocab}, the vocabulary")
     for name, field in zip(rows._fields, rows, strict=True):
         require(field.shape[0] == num_rows, f"rows.{name} {field.shape} needs one entry for each of {num_rows} rows")
-    run = {"reference": reference.sample, "xla": xla.sample, "native": xla.sample}[implementation]
+    run = {
+        "reference": reference.sample,
+        "xla": xla.sample,
+        "native": xla.sample,
+        "pallas": pallas.sample,
+    }[implementation]
     with jax.named_scope("sample"):
         return Sampled(*run(logits, rows, counts, bias, num_top=num_top))

@@ -13,7 +13,7 @@ from pallas_kernels.sample import op
 from pallas_kernels.sample.reference import gumbel
 from tests.support.exact import adjusted_logits, kept_ids
 from tests.support.quick import quick_jit
-from tests.support.sampling_rows import sample_rows, take
+from tests.support.sampling_rows import OFF, ROWS, VOCAB, row_fields, sample_batch, sample_rows, take
 
 IMPLEMENTATIONS = ["reference", "xla"]
 
@@ -84,38 +84,6 @@ def test_positions_and_both_halves_of_the_seed_give_other_draws():
         assert np.bincount(stream, minlength=64).max() < 30
 
 
-ROWS, VOCAB = 6, 400  # more ids than the likeliest 256 that the fast way looks at first
-
-row_fields = st.fixed_dictionaries({
-    "temperature": st.sampled_from([0.0, 1e-10, 0.3, 1.0, 1.7]),
-    "top_k": st.sampled_from([0, 1, 2, 40, 255, 256, 257, 300, 399, 400, 10**6]),
-    "top_p": st.sampled_from([0.0, 1e-12, 0.1, 0.5, 0.9, 0.99, 0.9999, 1.0]),
-    "min_p": st.sampled_from([0.0, 1e-6, 0.05, 0.5, 1.0]),
-    "penalised": st.integers(0, 1),
-    "repetition": st.sampled_from([1.0, 1.3, 0.7]),
-    "presence": st.sampled_from([0.0, 1.5, -0.5]),
-    "frequency": st.sampled_from([0.0, 0.4, -0.2]),
-    "biased": st.integers(0, 1),
-})  # fmt: skip
-OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "penalised": 0, "repetition": 1.0, "presence": 0.0,
-       "frequency": 0.0, "biased": 0}  # fmt: skip
-
-
-def batch(seed, spread, ties, fields):
-    """Logits, counts, bias and rows; ``ties`` > 0 rounds the logits, so that many are equal."""
-    rng = np.random.default_rng(seed)
-    logits = rng.standard_normal((ROWS, VOCAB)) * spread
-    logits = (np.round(logits * ties) / ties if ties else logits).astype(np.float32)
-    counts = rng.choice(np.array([0, 0, 0, 1, 3, 65536, 65539], np.int32), (ROWS, VOCAB))
-    bias = rng.choice(np.array([0, 0, 0, 0, 5, -5, 100, -100], np.float32), (ROWS, VOCAB))
-    columns = {name: [row[name] for row in fields] for name in OFF}
-    suppressed = [rng.choice(VOCAB, rng.integers(0, 9), replace=False) for _ in range(ROWS)]
-    seeds = rng.integers(-(2**31), 2**31, (2, ROWS))
-    slots = rng.permutation(ROWS)
-    rows = sample_rows(ROWS, **columns, suppressed=suppressed, seed_low=seeds[0], seed_high=seeds[1], slot=slots)
-    return logits, rows, counts, bias
-
-
 def statement(logits, rows, counts, bias) -> tuple[list[int], list[bool]]:
     """The id each row should draw, and whether it is clear of every rounding."""
     noise = np.asarray(gumbel(rows, jnp.broadcast_to(jnp.arange(VOCAB), (ROWS, VOCAB))), np.float64)
@@ -153,7 +121,7 @@ def statement(logits, rows, counts, bias) -> tuple[list[int], list[bool]]:
 @example(seed=1, spread=0.1, ties=0, fields=[{**OFF, "top_p": p} for p in (0.0, 1e-12, 0.5, 0.9, 0.999, 1.0)])
 @example(seed=2, spread=4.0, ties=1, fields=[OFF, {**OFF, "top_k": 3}, {**OFF, "top_k": 257, "top_p": 0.9}] * 2)
 def test_both_implementations_draw_what_the_statement_says(seed, spread, ties, fields):
-    logits, rows, counts, bias = batch(seed, spread, ties, fields)
+    logits, rows, counts, bias = sample_batch(seed, spread, ties, fields)
     wanted, clear = statement(logits, rows, counts, bias)
     reference, xla = (ids_of(name, logits, rows, counts, bias) for name in IMPLEMENTATIONS)
     np.testing.assert_array_equal(xla, reference)
@@ -167,7 +135,7 @@ def test_both_implementations_draw_what_the_statement_says(seed, spread, ties, f
 @example(seed=3, fields=[{**OFF, "top_p": 0.95, "temperature": 0.9}, *[OFF] * 5])
 @example(seed=4, fields=[{**OFF, "top_k": 40}, *[{**OFF, "top_k": 300}] * 5])
 def test_a_row_depends_neither_on_its_neighbours_nor_on_their_number(seed, fields):
-    logits, rows, counts, bias = batch(seed, 2.0, 0, fields)
+    logits, rows, counts, bias = sample_batch(seed, 2.0, 0, fields)
     among = ids_of("xla", logits, rows, counts, bias)
     for row in (0, ROWS - 1):
         alone = ids_of("xla", logits[[row]], take(rows, [row]), counts, bias)
