@@ -10,7 +10,15 @@ import jax
 import msgspec
 
 from appliance.bench.held_out import HeldOut, held_out
-from appliance.bench.kv_quality import BASELINE_CONTEXT, CONTEXTS, FORMATS, KEY_CONTEXTS, Losses, Measured
+from appliance.bench.kv_quality import (
+    BASELINE_CONTEXT,
+    CONTEXTS,
+    FORMATS,
+    KEY_CONTEXTS,
+    Losses,
+    Measured,
+    delta_line,
+)
 from appliance.bench.kv_trials import attention_errors, losses, trials_of
 from appliance.bench.passkey import answers, passkeys
 from appliance.bench.runner import BenchContext, BenchUseError
@@ -60,6 +68,7 @@ def measure(
             told = _progress(context, f"{name}, {trial.name}, context {length}", 2 * count)
             by_block = losses(trial, CONTEXTS[-1], weights, windows, told)
             found[trial.name, length] = Losses(by_block, len(windows) * (length - 1))
+            context.progress(f"{name}, {delta_line(found, trial.name, length)}", 2 * count, 2 * count)
     told = _progress(context, f"{name}, attention errors", _ERROR_LENGTH)
     errors = attention_errors(trials, weights, [text.ids[:_ERROR_LENGTH] for text in texts], told)
     keys: dict[str, list[bool]] = {}

@@ -140,6 +140,12 @@ def interval_pct(losses: Mapping[tuple[str, int], Losses], trial: str, length: i
     return float(low), float(high)
 
 
+def delta_line(losses: Mapping[tuple[str, int], Losses], trial: str, length: int) -> str:
+    """A trial's perplexity at one context against the float32 pool's, with its interval, for people."""
+    low, high = interval_pct(losses, trial, length)
+    return f"context {length}: {trial} {delta_pct(losses, trial, (length,)):+.3f} % [{low:+.3f}, {high:+.3f}]"
+
+
 def flips(keys: Mapping[str, list[bool]], name: str) -> int:
     """Prompts whose outcome differs from the float32 pool's."""
     return sum(a != b for a, b in zip(keys[name], keys["float32"], strict=True))
@@ -156,8 +162,7 @@ def describe(one: Measured) -> list[str]:
         for name in names[1:]:
             if (name, length) not in one.losses:
                 continue
-            low, high = interval_pct(one.losses, name, length)
-            cells.append(f"{name} {delta_pct(one.losses, name, (length,)):+.3f} % [{low:+.3f}, {high:+.3f}]")
+            cells.append(delta_line(one.losses, name, length).partition(": ")[2])
         lines.append(f"{one.model}, context {length}: perplexity {perplexity:.4f} in float32; {', '.join(cells)}")
     cells = [f"{name} {error.mean():.3g} (worst layer {error.max():.3g})" for name, error in one.errors.items()]
     lines.append(f"{one.model}, squared error of the attention output: {', '.join(cells)}")
