@@ -23,9 +23,11 @@ from planner.decoder import (
     parameters,
     prefill_step,
 )
-from planner.formats import WeightForm
+from planner.formats import KvFormat, WeightForm
+from planner.program import pool_shapes
 from tests.support.quick import quick_jit
 
+_NAN = {"float32": np.nan, "uint16": 0x7FC0, "int32": 0x7FC07FC0}
 FLOAT32 = Numerics(WeightForm.FLOAT32, "xla", "xla")
 
 
@@ -70,6 +72,7 @@ class DecoderRig:
     width: int = 6
     slots: int = 4
     numerics: Numerics = FLOAT32
+    kv_format: KvFormat = KvFormat.FLOAT32
     state: DeviceState = field(init=False)
     _prefill: Callable[..., Any] = field(init=False)
     _decode: Callable[..., Any] = field(init=False)
@@ -81,13 +84,15 @@ class DecoderRig:
         self.reset()
 
     def reset(self) -> None:
-        """A pool of NaN and no ids: whatever is read unwritten shows."""
+        """A pool of NaN, in the words of every format, and no ids: whatever is read unwritten shows."""
         arch, slots = self.architecture, self.slots
-        pool = (arch.layers, self.num_pages, arch.kv_heads, 2, self.page_size, arch.head_dim)
+        shapes = pool_shapes(self.kv_format, arch, self.num_pages, self.page_size, slots)
         self.state = DeviceState(
-            jnp.full(pool, jnp.nan), jnp.zeros(slots, jnp.int32), jnp.zeros((slots, arch.vocab), jnp.int32),
+            jax.tree.map(lambda part: jnp.full(part.shape, _NAN[part.dtype.name], part.dtype), shapes),
+            jnp.zeros(slots, jnp.int32),
+            jnp.zeros((slots, arch.vocab), jnp.int32),
             jnp.zeros((slots, arch.vocab)),
-        )  # fmt: skip
+        )
 
     def prefill(self, rows: Sequence[Row], chunk: int, num_rows: int = 4) -> Sampled:
         """Prompt chunks back to back in a launch of ``chunk`` ids and ``num_rows`` rows."""
