@@ -153,7 +153,7 @@ def _key_tile(
     energy: Float[Array, " c"],
     below: Int32[Array, ""],
 ) -> Int32[Array, "32 c"]:
-    """The low codes of channels, the first quarter lowest; stores their ranges, and upper bits from lane ``below`` on."""
+    """The low codes of channels, the first quarter lowest; stores ranges, and upper bits from lane ``below`` on."""
     layout, t = block.layout, jnp.arange(_QUARTER, dtype=jnp.int32)
     quarters = [block.load(g * _QUARTER + t, channel, inside).astype(jnp.float32) for g in range(_QUARTERS)]
     ends = [block.extremes(tile, g * _QUARTER + t) for g, tile in enumerate(quarters)]
