@@ -68,7 +68,7 @@ def run(context: BenchContext, target: str, only: str = "") -> Findings:
             "spilt: local memory of a thread; CTAs: at once on a multiprocessor; bytes: 32-byte sectors, no caches",
             "bytes are counted for paged_decode: tiles of paged_prefill find most of theirs in a cache",
             "decode_bandwidth_pct, prefill_peak_pct: --device measures them on a GPU",
-            "bmq4_speedup_64k: this version has no such kernel",
+            "bmq4_speedup_64k: a figure of time, which needs a GPU",
         ),
         installed(_PACKAGES),
     )
@@ -94,7 +94,7 @@ def _jobs() -> list[_Job]:
         return decode.traffic(case).ratio
 
     found = list[_Job]()
-    for case in decode_cases.CASES:
+    for case in (*decode_cases.CASES, *decode_cases.QUANTISED_CASES):
         counted = functools.partial(ratio, case) if min(case.lengths) >= LONG_CONTEXT else None
         found.append(_Job(DECODE, f"{case.name} page {case.page_size}", functools.partial(decode.code, case), counted))
     for case in prefill_cases.CASES:

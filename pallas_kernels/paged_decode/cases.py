@@ -12,7 +12,10 @@ WIDE = (HeadShape("group-20", 20, 1, 64), HeadShape("group-20", 20, 1, 80), Head
 
 @dataclass(frozen=True, slots=True)
 class DecodeCase:
-    """One launch: ``lengths`` positions in pages, a slot; ``small`` marks what a CPU test may run."""
+    """One launch: ``lengths`` positions behind each slot; ``small`` marks what a CPU test may run.
+
+    ``kv_format`` is bf16 (or what a test makes of it), int8, bmq4 or bmq2.
+    """
 
     name: str
     heads: HeadShape
@@ -21,6 +24,7 @@ class DecodeCase:
     window: int = 0
     softcap: float = 0.0
     small: bool = True
+    kv_format: str = "bf16"
 
     @property
     def width(self) -> int:
@@ -46,3 +50,28 @@ CASES = (
     DecodeCase("gemma3-270m-page-16", models.GEMMA3_270M, (8_192,) * 8, 16, small=False),
     DecodeCase("llama-3.1-8b-128k", models.LLAMA31_8B, (131_072,), 64, small=False),
 )
+
+FORMATS = ("int8", "bmq4", "bmq2")
+GROUP_16 = (HeadShape("group-16", 32, 2, 64), HeadShape("group-16", 64, 4, 128))
+_LONG = (models.SMOLLM2_135M, models.D80, models.LLAMA31_8B, models.GEMMA3_270M, GROUP_16[1])
+_RAGGED = (models.TINY, models.D96, GROUP_16[0], *WIDE[:2])  # group-20 of 256 channels is the code of gemma3-270m
+
+
+def _quantised(kv_format: str) -> tuple[DecodeCase, ...]:
+    def case(
+        heads: HeadShape, name: str, lengths: tuple[int, ...], page_size: int = 128, window: int = 0
+    ) -> DecodeCase:
+        name = f"{kv_format}-{heads.name}-{name}"
+        return DecodeCase(name, heads, lengths, page_size, window=window, small=False, kv_format=kv_format)
+
+    sizes = (16, 512) if kv_format == "int8" else (512,)
+    return (
+        *(case(heads, "8k", (8_192,) * 8) for heads in _LONG),
+        case(models.SMOLLM2_135M, "window", (3, 511, 512, 640, 5_000), window=512),
+        *(case(heads, "ragged", RAGGED) for heads in _RAGGED),
+        *(case(models.LLAMA31_8B, f"page-{size}", RAGGED, size) for size in sizes),
+    )
+
+
+QUANTISED_CASES = tuple(case for kv_format in FORMATS for case in _quantised(kv_format))
+"""Launches over quantised pools. Groups of more than 16 query heads, or 8 of 256 channels, read a history twice."""

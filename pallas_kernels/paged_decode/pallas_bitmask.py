@@ -59,23 +59,25 @@ class BitmaskTiling:
 
 def tiling(slots: int, q_heads: int, kv_heads: int, context: int, layout: BitmaskLayout) -> BitmaskTiling:
     """The sizes for a launch over at most ``context`` positions a slot."""
-    wide = layout.head_dim >= _WIDE
-    widest = 32 if wide else 64
+    head_dim, base_bits = layout.head_dim, layout.base_bits
+    widest = 32 if head_dim >= _WIDE else 64
+    share = shares(
+        slots,
+        q_heads,
+        kv_heads,
+        head_dim,
+        context=context,
+        positions=BLOCK,
+        turn_bytes=layout.words * 4,
+        per_multiprocessor=_PROGRAMS_PER_MULTIPROCESSOR,
+    )
+    in_parts = share.rows > 8 and head_dim & (head_dim - 1)  # chunks of several sizes
     return BitmaskTiling(
-        shares=shares(
-            slots,
-            q_heads,
-            kv_heads,
-            layout.head_dim,
-            context=context,
-            positions=BLOCK,
-            turn_bytes=layout.words * 4,
-            per_multiprocessor=_PROGRAMS_PER_MULTIPROCESSOR,
-        ),
-        low=chunks(layout.head_dim // layout.parts, widest),
+        shares=share,
+        low=chunks(head_dim // layout.parts, widest),
         lanes=chunks(layout.lanes, widest),
-        half=chunks(layout.head_dim // 2, widest),
-        warps=4 if wide and layout.base_bits < VALUE_BITS else 2,
+        half=chunks(head_dim // 2, widest),
+        warps=4 if base_bits < VALUE_BITS and (head_dim >= _WIDE or in_parts) else 2,
         stages=2,
     )
 

@@ -27,7 +27,7 @@ _FEWEST_ROWS = 8  # query heads that the tensor cores take together
 _MOST_ROWS = 16
 _WIDE = 256  # head dim whose sums leave no registers for more than the fewest
 _LEAST_CHANNELS = 16  # of an operand of the tensor cores
-_SHARE_OF_PARTIALS = 0.06  # of the bytes of a stretch
+_SHARE_OF_PARTIALS = 0.04  # of the bytes of a stretch
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from appliance.config import ApplianceConfig
 from pallas_kernels.card import find_card
 from pallas_kernels.compiled import CompileError, compile_kernel, missing
 from pallas_kernels.paged_decode import examine, pallas
-from pallas_kernels.paged_decode.cases import CASES
+from pallas_kernels.paged_decode.cases import CASES, QUANTISED_CASES
 
 needs_compiler = pytest.mark.skipif(bool(missing()), reason=missing() or "present")
 
@@ -21,7 +21,7 @@ def test_every_case_keeps_within_an_a100():
     seen: list[int] = []
     context = BenchContext(ApplianceConfig(), lambda _what, done, _total: seen.append(done))
     results = kernels_static.figures(kernels_static.examine(context, "a100_sxm_80", "paged_decode"))
-    assert len(seen) == len(CASES)
+    assert len(seen) == len(CASES) + len(QUANTISED_CASES)
     assert {result.name: result.met for result in results if result.op} == {
         "spill_bytes_max": True,
         "cases_without_mma": True,
@@ -60,4 +60,19 @@ def test_long_histories_are_read_once():
     # read by each, and a sector for the length, the window and the layer and for the page of each tile of 32 positions
     partial = 7 * 4 * 128 * 4 * 2 + 7 * 2 * 32 + 7 * 4 * 2 * 4
     read = 7 * 4 * 128 * 2 + 7 * 3 * 32 + 8192 // 32 * 32
+    assert found.moved == found.least + partial + read
+
+
+@pytest.mark.interpret
+def test_blocks_are_read_once():
+    case = next(case for case in QUANTISED_CASES if case.name == "bmq4-llama-3.1-8b-32:8-d128-8k")
+    found = examine.traffic(case)
+    vectors, kept = (2 * 4 + 2) * 128 * 2, 2 * 144 * 128 * 2
+    block = 4 * (64 * 32 + 32 * 8 + 32 * 64 + 128 + 64 + 8)
+    assert found.least == 64 * block + vectors + kept
+    # 11 stretches of 6 blocks, the last of 4: partial sums of 4 heads in float32 written and read, their two scalars in
+    # a sector each, queries read by each, and a sector for each of the length, the window, the layer and two constants;
+    # a block has a sector more for its page, and one for the mask, which each half of the channels reads
+    partial = 11 * 4 * 128 * 4 * 2 + 11 * 2 * 32 + 11 * 4 * 2 * 4
+    read = 11 * 4 * 128 * 2 + 11 * 5 * 32 + 64 * 2 * 32
     assert found.moved == found.least + partial + read
