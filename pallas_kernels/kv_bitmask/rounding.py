@@ -108,6 +108,6 @@ def round_keys(
 
 def round_values(v: Float[Array, "*blocks 128 head_dim"]) -> ValueCodes:
     """See ``op.quantize``."""
-    turned = jnp.einsum("...td,de->...te", v, jnp.asarray(rotation(v.shape[-1])), precision="highest")
+    turned = jnp.einsum("...td,dn->...tn", v, jnp.asarray(rotation(v.shape[-1])), precision="highest")
     scale = value_scale(jnp.max(jnp.abs(turned), axis=-1))
     return ValueCodes(value_codes(turned, scale[..., None]), scale)
