@@ -19,6 +19,7 @@ CASES = (
     SampleCase("tiny-checkpoint", 8, 384),
     SampleCase("odd", 2, 5_003),
     SampleCase("smollm2-8", 8, 49_152, small=False),
+    SampleCase("gpt2-8", 8, 50_257, small=False),
     SampleCase("llama-3.1-64", 64, 128_256, small=False),
     SampleCase("gemma3-16", 16, 262_144, small=False),
 )
