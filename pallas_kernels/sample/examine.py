@@ -4,6 +4,7 @@ Reads cases; used by the kernel bench and by tests, never by an op.
 """
 
 import functools
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -46,20 +47,24 @@ def shapes(case: SampleCase) -> tuple:
     )
 
 
-def traffic(case: SampleCase, **fields: float) -> int:
-    """Bytes that one row of a case moves, of random logits; ``fields`` of its ``SampleRows``, else it draws from all.
+def traffic(case: SampleCase, *each: Mapping[str, float]) -> tuple[int, ...]:
+    """Bytes that one row of a case moves, of random logits, for each of some ways to sample.
 
-    The launch keeps the sizes of the whole case; the other rows do the like at other addresses.
+    ``each`` gives fields of ``SampleRows``; what it does not name leaves a row that draws from all ids. The launch
+    keeps the sizes of the whole case; the other rows do the like at other addresses.
     """
-    watch = Traffic()
-    given = {"temperature": 1.0, "top_p": 1.0, "repetition": 1.0, "top_logprobs": -1, **fields}
+    watch, moved = Traffic(), list[int]()
+    run = jax.jit(functools.partial(sample, num_top=NUM_TOP, interpret=True, access=watch))
     logits, rows, counts, bias = (
         jax.tree.map(lambda part: jnp.zeros((1, *part.shape[1:]), part.dtype), part) for part in shapes(case)
     )
-    rows = SampleRows(*(part + given.get(name, 0) for name, part in rows._asdict().items()))
-    rows = rows._replace(suppressed=jnp.full_like(rows.suppressed, -1))
+    rows = rows._replace(suppressed=rows.suppressed - 1)
     logits += jax.random.normal(jax.random.key(0), logits.shape)
-    run = functools.partial(sample, num_top=NUM_TOP, interpret=True, access=watch)
-    jax.block_until_ready(jax.jit(run)(logits, rows, counts, bias))
-    jax.effects_barrier()
-    return watch.read_bytes + watch.written_bytes
+    for fields in each:
+        given = {"temperature": 1.0, "top_p": 1.0, "repetition": 1.0, "top_logprobs": -1, **fields}
+        row = SampleRows(*(part + given.get(name, 0) for name, part in rows._asdict().items()))
+        before = watch.read_bytes + watch.written_bytes
+        jax.block_until_ready(run(logits, row, counts, bias))
+        jax.effects_barrier()
+        moved.append(watch.read_bytes + watch.written_bytes - before)
+    return tuple(moved)

@@ -227,10 +227,11 @@ def _logprobs(passes: Passes, logits_ref: jax.Ref, chosen: Array, out_refs: tupl
     normaliser = jnp.log(few.total)
     access.store(logprob_ref, (row,), access.load(logits_ref, (row, chosen)) - peak - normaliser)
 
-    def store_top(after: object) -> None:
+    def store_top(after: Callable[[tuple[Array, Array]], tuple[Array, Array]]) -> None:
         def one(place: Array, before: tuple[Array, Array]) -> tuple[Array, Array]:
             number, token_id = after(before)
-            access.store(top_ids_ref, (row, place), token_id)
+            # of logits that are no numbers there may be too few others
+            access.store(top_ids_ref, (row, place), jnp.minimum(token_id, passes.vocab - 1))
             access.store(top_logprobs_ref, (row, place), number - peak - normaliser)
             return number, token_id
 
