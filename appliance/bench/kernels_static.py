@@ -6,6 +6,7 @@ long contexts from the addresses that the kernel asks for. Says nothing about ti
 
 import functools
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,8 @@ BLOCKS_DECODE = 2
 BYTES_OVER_MINIMUM = 1.10
 LONG_CONTEXT = 8_192
 """Positions from which on bytes are counted: below, a launch is bound by other things."""
+THREADS = 2
+"""Cases examined at once: the assembler is a process of its own, and compiling leaves the interpreter free."""
 _PACKAGES = ("jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12")
 
 
@@ -115,7 +118,7 @@ def examine(context: BenchContext, target: str, only: str = "") -> tuple[Examine
     import jax  # noqa: PLC0415 - and the modules below load it
 
     from pallas_kernels.card import find_card  # noqa: PLC0415
-    from pallas_kernels.compiled import CompileError, missing  # noqa: PLC0415
+    from pallas_kernels.compiled import missing  # noqa: PLC0415
 
     if lacking := missing():
         raise BenchUseError(lacking)
@@ -124,26 +127,35 @@ def examine(context: BenchContext, target: str, only: str = "") -> tuple[Examine
     jobs = [job for job in _jobs() if only in f"{job.kernel} {job.name}"]
     if not jobs:
         raise BenchUseError(no_such_case(only, KERNELS))
-    for done, job in enumerate(jobs):
-        context.progress(f"compiling for {target}", done, len(jobs))
+    with ThreadPoolExecutor(THREADS) as pool:
+        running = [pool.submit(_examined, job, card) for job in jobs]
         try:
-            code = job.code(card)
-        except CompileError as error:
-            raise BenchError(f"{job.kernel} {job.name}: {error}") from error
-        found.append(
-            Examined(
-                job.kernel,
-                job.name,
-                code.registers,
-                code.spill_bytes + code.stack_bytes,
-                code.shared_bytes,
-                code.blocks,
-                code.tensor_products,
-                code.async_copies,
-                None if job.ratio is None else job.ratio(),
-            )
-        )
+            for done, future in enumerate(running):
+                context.progress(f"compiling for {target}", done, len(jobs))
+                found.append(future.result())
+        finally:
+            pool.shutdown(cancel_futures=True)
     return tuple(found)
+
+
+def _examined(job: _Job, card: "Card") -> Examined:
+    from pallas_kernels.compiled import CompileError  # noqa: PLC0415 - it loads jax
+
+    try:
+        code = job.code(card)
+    except CompileError as error:
+        raise BenchError(f"{job.kernel} {job.name}: {error}") from error
+    return Examined(
+        job.kernel,
+        job.name,
+        code.registers,
+        code.spill_bytes + code.stack_bytes,
+        code.shared_bytes,
+        code.blocks,
+        code.tensor_products,
+        code.async_copies,
+        None if job.ratio is None else job.ratio(),
+    )
 
 
 def no_such_case(only: str, kernels: Sequence[str] = ATTENTION) -> str:

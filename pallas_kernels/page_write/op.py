@@ -35,7 +35,8 @@ def page_write(
         pages: the pool; donate it, and the result takes its place without a copy.
         k: new keys of every layer, the rows' tokens as in ``paged_prefill``.
         v: new values of every layer.
-        page_table: page ids of each row's sequence, in order of position; what has no page in the pool is dropped.
+        page_table: page ids of each row's sequence, in order of position; what has no page in the pool is dropped (but
+            for the bf16 rows of a bitmask pool, which hang on the slot alone).
         slots: whose bf16 rows of a bitmask pool belong to each row; without meaning in other formats.
         starts: position of each row's first token.
         lengths: tokens of the row; 0 = an empty row.
