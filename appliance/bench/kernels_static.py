@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from pallas_kernels.card import Card
     from pallas_kernels.compiled import KernelCode
 
-DECODE, PREFILL, WRITE = "paged_decode", "paged_prefill", "page_write"
+DECODE, PREFILL, WRITE, SAMPLE = "paged_decode", "paged_prefill", "page_write", "sample"
 ATTENTION = (DECODE, PREFILL)
-KERNELS = (*ATTENTION, WRITE)
+KERNELS = (*ATTENTION, WRITE, SAMPLE)
 
-SHARED_BYTES = {DECODE: 83_456, PREFILL: 166_912, WRITE: 83_456}
+SHARED_BYTES = {DECODE: 83_456, PREFILL: 166_912, WRITE: 83_456, SAMPLE: 83_456}
 BLOCKS_DECODE = 2
 BYTES_OVER_MINIMUM = 1.10
 LONG_CONTEXT = 8_192
@@ -92,6 +92,8 @@ def _jobs() -> list[_Job]:
     from pallas_kernels.paged_decode import examine as decode  # noqa: PLC0415
     from pallas_kernels.paged_prefill import cases as prefill_cases  # noqa: PLC0415
     from pallas_kernels.paged_prefill import examine as prefill  # noqa: PLC0415
+    from pallas_kernels.sample import cases as sample_cases  # noqa: PLC0415
+    from pallas_kernels.sample import examine as sample  # noqa: PLC0415
 
     def ratio(case: decode_cases.DecodeCase) -> float:
         return decode.traffic(case).ratio
@@ -104,6 +106,8 @@ def _jobs() -> list[_Job]:
         found.append(_Job(PREFILL, f"{case.name} page {case.page_size}", functools.partial(prefill.code, case), None))
     for case in write_cases.GPU_CASES:
         found.append(_Job(WRITE, f"{case.name} page {case.page_size}", functools.partial(write.code, case), None))
+    for case in sample_cases.CASES:
+        found.append(_Job(SAMPLE, case.name, functools.partial(sample.code, case), None))
     return found
 
 
@@ -178,7 +182,7 @@ def figures(examined: Sequence[Examined]) -> tuple[Result, ...]:
             Result("cases_without_mma", sum(without), "cases", len(without), _ends(without), 0, "=="),
             Result("cases_without_cp_async", sum(copies), "cases", len(copies), _ends(copies)),
         )
-    for kernel, name in ((DECODE, "decode"), (PREFILL, "prefill"), (WRITE, "write")):
+    for kernel, name in ((DECODE, "decode"), (PREFILL, "prefill"), (WRITE, "write"), (SAMPLE, "sample")):
         shared = [case.shared_bytes for case in examined if case.kernel == kernel]
         blocks = [case.blocks for case in examined if case.kernel == kernel]
         if not shared:
