@@ -89,7 +89,7 @@ def test_failures_say_why(bench, capsys, error: Exception, code: int) -> None:
 def test_unknown_bench_lists_those_there_are(capsys) -> None:
     assert run(name="speed") == (2, "")
     assert capsys.readouterr().err == (
-        "zccp: there is no bench 'speed'; the benches are kernels, start, parity, peers, soak\n"
+        "zccp: there is no bench 'speed'; the benches are kernels, kv-quality, start, parity, peers, soak\n"
     )
 
 
