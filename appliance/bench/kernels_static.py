@@ -102,7 +102,7 @@ def _jobs() -> list[_Job]:
     for case in (*decode_cases.CASES, *decode_cases.QUANTISED_CASES):
         counted = functools.partial(ratio, case) if min(case.lengths) >= LONG_CONTEXT else None
         found.append(_Job(DECODE, f"{case.name} page {case.page_size}", functools.partial(decode.code, case), counted))
-    for case in prefill_cases.CASES:
+    for case in (*prefill_cases.CASES, *prefill_cases.QUANTISED_CASES):
         found.append(_Job(PREFILL, f"{case.name} page {case.page_size}", functools.partial(prefill.code, case), None))
     for case in write_cases.GPU_CASES:
         found.append(_Job(WRITE, f"{case.name} page {case.page_size}", functools.partial(write.code, case), None))

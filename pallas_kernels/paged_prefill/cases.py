@@ -10,7 +10,7 @@ from pallas_kernels.model_shapes import HeadShape
 class PrefillCase:
     """One launch: ``chunks`` are (positions in pages, tokens in this launch), a row; ``tokens`` is the padded number.
 
-    ``small`` marks what a CPU test may run.
+    ``small`` marks what a CPU test may run; ``kv_format`` is bf16 (or what a test makes of it), int8, bmq4 or bmq2.
     """
 
     name: str
@@ -21,6 +21,7 @@ class PrefillCase:
     window: int = 0
     softcap: float = 0.0
     small: bool = True
+    kv_format: str = "bf16"
 
     @property
     def width(self) -> int:
@@ -55,3 +56,27 @@ CASES = (
     PrefillCase("falcon-7b-2k", models.MANY_TO_ONE, LATE, 2_048, 64, small=False),
     PrefillCase("group-20-d192", HeadShape("group-20", 20, 1, 192), LATE, 2_048, 64, small=False),
 )
+
+FORMATS = ("int8", "bmq4", "bmq2")
+_NARROW = (models.SMOLLM2_135M, models.D80, models.D96)
+_WIDE = (models.LLAMA31_8B, models.GEMMA3_270M)  # for which there is no tile of blocks
+
+
+def _quantised(kv_format: str) -> tuple[PrefillCase, ...]:
+    def case(heads: HeadShape, name: str, page_size: int = 128, window: int = 0, softcap: float = 0.0) -> PrefillCase:
+        named = f"{kv_format}-{heads.name}-{name}"
+        return PrefillCase(named, heads, LATE, 2_048, page_size, window, softcap, small=False, kv_format=kv_format)
+
+    wide, sizes = (_WIDE, (16, 512)) if kv_format == "int8" else ((), (512,))
+    return (
+        *(case(heads, "2k") for heads in (models.TINY, *_NARROW, *wide)),
+        case(models.SMOLLM2_135M, "softcap", window=512, softcap=50.0),
+        *(case(models.SMOLLM2_135M, f"page-{size}", size) for size in sizes),
+    )
+
+
+QUANTISED_CASES = _quantised("int8")
+"""Launches over quantised pools whose code keeps within an A100."""
+
+BLOCK_CASES = (*_quantised("bmq4"), *_quantised("bmq2"))
+"""Launches over bitmask pools; their code is not within an A100's registers yet."""

@@ -4,14 +4,15 @@ A launch holds chunks of several sequences back to back ("ragged"). Their own ke
 in pages, as in ``paged_decode``.
 """
 
+from collections.abc import Callable
 from typing import Literal
 
 import jax
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.errors import require
-from pallas_kernels.paged_prefill import native, pallas, reference, xla
-from pallas_kernels.pages import Pages, pool_shape
+from pallas_kernels.paged_prefill import native, pallas, pallas_bitmask, pallas_int8, reference, xla
+from pallas_kernels.pages import BitmaskPages, Int8Pages, Pages, pool_shape
 
 Implementation = Literal["reference", "xla", "native", "pallas"]
 Products = Literal["float32", "bf16"]
@@ -77,10 +78,17 @@ def paged_prefill(
         "reference": reference.paged_prefill,
         "xla": xla.paged_prefill,
         "native": native.paged_prefill,
-        "pallas": pallas.paged_prefill,
+        "pallas": kernel_for(pages),
     }[implementation]
     with jax.named_scope("paged_prefill"):
         return run(
             q, k, v, pages, layer, page_table, slots, starts, lengths, offsets, window,
             scale=scale, softcap=softcap, products=products,
         )  # fmt: skip
+
+
+def kernel_for(pages: Pages) -> Callable[..., Float[Array, "tokens q_heads head_dim"]]:
+    """The function that runs the Triton kernel of a pool's format."""
+    if isinstance(pages, Int8Pages):
+        return pallas_int8.paged_prefill
+    return pallas_bitmask.paged_prefill if isinstance(pages, BitmaskPages) else pallas.paged_prefill

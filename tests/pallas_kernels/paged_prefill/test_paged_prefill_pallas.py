@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels.errors import ContractError
 from pallas_kernels.model_shapes import SMOLLM2_135M, HeadShape
-from pallas_kernels.paged_prefill import examine, op, pallas
+from pallas_kernels.paged_prefill import examine, op, pallas, pieces
 from pallas_kernels.paged_prefill.cases import CASES, PrefillCase
 from pallas_kernels.paged_prefill.pallas import Tiling, channel_chunks, tiling
 from pallas_kernels.pages import Int8Pages
@@ -179,7 +179,7 @@ def test_a_row_does_not_depend_on_its_neighbours():
 
 def test_the_plan_names_the_row_and_the_first_pair_of_each_tile():
     lengths = jnp.array([11, 1, 0], jnp.int32)
-    plan = pallas._plan(jnp.array([7, 0, 0]), lengths, jnp.array([0, 11, 12]), tokens=14, group=3, queries=16)
+    plan = pieces.plan_of(jnp.array([7, 0, 0]), lengths, jnp.array([0, 11, 12]), tokens=14, group=3, queries=16)
     # 33 pairs in three tiles, 3 in one, 6 of nobody in one; of 14 * 3 pairs and four rows there may be six tiles
     assert plan.row.tolist() == [0, 0, 0, 1, 3, 3]
     assert plan.first.tolist() == [0, 16, 32, 0, 0, 16]

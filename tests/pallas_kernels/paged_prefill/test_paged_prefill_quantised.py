@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from pallas_kernels.errors import ContractError
 from pallas_kernels.model_shapes import SMOLLM2_135M, HeadShape
 from pallas_kernels.paged_prefill import op, xla
-from tests.support.exact import prefill_attention
 from tests.support.paged import LAYERS
-from tests.support.quantised import FORMATS, QuantisedHistory, quantised_history
+from tests.support.quantised import FORMATS
+from tests.support.quantised_prefill import Launch, launch
 from tests.support.quick import quick_jit
 
 SCALE = 0.125
@@ -52,37 +52,6 @@ CASES = (
 )
 
 
-@dataclass(frozen=True)
-class Launch:
-    """Arguments of a launch; tokens behind the last row hold noise."""
-
-    q: np.ndarray
-    k: np.ndarray
-    v: np.ndarray
-    history: QuantisedHistory
-    lengths: np.ndarray
-    offsets: np.ndarray
-
-    @property
-    def used(self) -> slice:
-        return slice(0, int(self.lengths.sum()))
-
-
-def launch(
-    rng: np.random.Generator, kv_format: str, heads: HeadShape, chunks: Sequence[tuple[int, int]], tokens: int,
-    *, page_size: int, width: int, **options: object,
-) -> Launch:  # fmt: skip
-    starts, lengths = (np.array(column, np.int32) for column in zip(*chunks, strict=True))
-    history = quantised_history(
-        kv_format, rng, starts.tolist(), kv_heads=heads.kv_heads, head_dim=heads.head_dim, page_size=page_size,
-        width=width, **options,
-    )  # fmt: skip
-    q = rng.standard_normal((tokens, heads.q_heads, heads.head_dim), dtype=np.float32)
-    k, v = rng.standard_normal((2, tokens, heads.kv_heads, heads.head_dim), dtype=np.float32)
-    offsets = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int32)
-    return Launch(q, k, v, history, lengths, offsets)
-
-
 @functools.cache
 def compiled(implementation: str, softcap: float, products: str):
     run = functools.partial(op.paged_prefill, scale=SCALE, softcap=softcap, products=products)
@@ -98,12 +67,8 @@ def run(implementation, of: Launch, layer=1, window=0, softcap=0.0, products="fl
 
 
 def assert_exact(got, of: Launch, layer=1, window=0, softcap=0.0, atol=ATOL, message="") -> None:
-    history = of.history
-    wanted = prefill_attention(
-        of.q, of.k, of.v, history.plain, layer, history.plain_table, history.lengths, of.lengths, of.offsets, window,
-        scale=SCALE, softcap=softcap,
-    )  # fmt: skip
-    np.testing.assert_allclose(got[of.used], wanted[of.used], rtol=0, atol=atol, err_msg=message)
+    wanted = of.wanted(layer, window, scale=SCALE, softcap=softcap)
+    np.testing.assert_allclose(got[of.used], wanted, rtol=0, atol=atol, err_msg=message)
     assert np.all(np.isfinite(got)), "tokens of no row are finite"
 
 
