@@ -1,7 +1,8 @@
 """The native CPU kernels: compiles ``*/native*.cc`` into one shared library and makes it known to XLA.
 
-Owns the compiler's command line and the list of XLA call targets. A library belongs to the programs that call it: it is
-built beside them, for the same instruction sets, and registered before they are loaded.
+Owns the compiler's command line, the list of XLA call targets, and how these take a pool of keys and values. A library
+belongs to the programs that call it: it is built beside them, for the same instruction sets, and registered before they
+are loaded.
 """
 
 import ctypes
@@ -12,13 +13,18 @@ import tempfile
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+
+from pallas_kernels.bits import bf16_bits
+from pallas_kernels.errors import ContractError
+from pallas_kernels.pages import BitmaskPages, Int8Pages, Pages, kind
 
 CALLS = (
     "zccp_linear_planes",
     *(f"zccp_linear_{form}{gate}" for form in ("blocks16", "blocks32", "bf16") for gate in ("", "_silu", "_gelu")),
-    "zccp_paged_decode",
-    "zccp_paged_prefill",
+    *(f"zccp_{op}{pool}" for op in ("paged_decode", "paged_prefill") for pool in ("", "_int8", "_bitmask")),
     "zccp_page_write",
+    "zccp_page_write_int8",
 )
 """XLA call targets that the library defines."""
 
@@ -26,6 +32,22 @@ _SOURCES = Path(__file__).parent
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-Wall", "-Wextra", "-Wno-maybe-uninitialized")
 _TIMEOUT_S = 300
 _loaded: list[ctypes.CDLL] = []
+
+
+def pool_operands(pages: Pages) -> tuple[str, tuple[jax.Array, ...]]:
+    """How the names of call targets for a pool end, and the arrays of it that they take.
+
+    Raises:
+        ContractError: no kernel takes this pool.
+    """
+    if isinstance(pages, Int8Pages):
+        return "_int8", (pages.words,)
+    if isinstance(pages, BitmaskPages):
+        bits = pages.recent if pages.recent.dtype == jnp.uint16 else bf16_bits(pages.recent)
+        return "_bitmask", (pages.words, bits)
+    if pages.dtype == jnp.float32:
+        return "", (pages,)
+    raise ContractError(f"pages are {kind(pages)}; the native path takes float32 pages and those of few bits")
 
 
 class NativeBuildError(RuntimeError):

@@ -30,8 +30,8 @@ class PlanError(ValueError):
 class Plan:
     """What a node serves and with which static shapes. Lengths in tokens, ``prefill_budget`` in ids a step.
 
-    ``implementation`` is the code path of the ops: ``xla`` runs anywhere, ``native`` needs AVX512-VNNI. Attention is
-    native over float32 pages only.
+    ``implementation`` is the code path of the ops: ``xla`` runs anywhere, ``native`` needs AVX512-VNNI. Attention over
+    bf16 pages always goes through XLA.
     """
 
     architecture: ModelArchitecture
@@ -55,7 +55,7 @@ class Plan:
     @property
     def attention(self) -> Implementation:
         """The code path of the ops that touch pages."""
-        return self.implementation if self.kv_format is KvFormat.FLOAT32 else "xla"
+        return self.implementation if self.kv_format is not KvFormat.BF16 else "xla"
 
     @property
     def table_width(self) -> int:
@@ -137,7 +137,7 @@ def make_plan(
         raise PlanError(fault)
     if implementation not in IMPLEMENTATIONS:
         raise PlanError(f"implementation {implementation!r} is not one of {IMPLEMENTATIONS}")
-    if implementation == "native" and kv_format is KvFormat.FLOAT32 and architecture.head_dim % 16:
+    if implementation == "native" and not _native_attention_takes(architecture, kv_format):
         raise PlanError(
             f"implementation native needs a head_dim that 16 divides, this model has {architecture.head_dim}: "
             "use implementation xla"
@@ -187,8 +187,13 @@ def default_implementation(
         kv_format: how pages hold keys and values.
         cpu_features: instruction sets of the host that will serve.
     """
-    able = target == "cpu_native" and (kv_format is not KvFormat.FLOAT32 or architecture.head_dim % 16 == 0)
+    able = target == "cpu_native" and _native_attention_takes(architecture, kv_format)
     return "native" if able and set(cpu_features) >= NATIVE_FEATURES else "xla"
+
+
+def _native_attention_takes(architecture: ModelArchitecture, kv_format: KvFormat) -> bool:
+    """Whether nothing keeps attention from the native code, or it goes through XLA anyway."""
+    return kv_format is KvFormat.BF16 or architecture.head_dim % 16 == 0
 
 
 def _doublings(smallest: int, largest: int, factor: int) -> tuple[int, ...]:

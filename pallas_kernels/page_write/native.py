@@ -1,11 +1,16 @@
-"""page_write by parallel copies (``native.cc``) into the pool that the caller gave away. float32 pages only."""
+"""page_write by parallel copies and codes (``native.cc``) into the pool that the caller gave away; no bf16 pools.
+
+Bitmask pools are written as ``xla`` does it: a step puts a row of bf16 numbers beside pages, and only one in 128 tokens
+of a sequence rounds a block.
+"""
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.errors import require
-from pallas_kernels.pages import Pages, kind, pool_shape
+from pallas_kernels.native import pool_operands
+from pallas_kernels.page_write import xla
+from pallas_kernels.pages import BitmaskPages, Int8Pages, Pages, pool_shape
 from pallas_kernels.rows import Rows, pages_of, places
 
 
@@ -17,13 +22,12 @@ def page_write(
     energy: Float[Array, "layers kv_heads head_dim"] | None,
 ) -> Pages:
     """See ``op.page_write``."""
-    del energy
-    require(
-        isinstance(pages, jax.Array) and pages.dtype == jnp.float32,
-        f"pages are {kind(pages)}; the native path holds float32 pages",
-    )
-    shape = pool_shape(pages, k.shape[3])
+    name, operands = pool_operands(pages)
+    if isinstance(pages, BitmaskPages):
+        return xla.page_write(pages, k, v, rows, energy)
+    shape, (pool,) = pool_shape(pages, k.shape[3]), operands
     ids, offsets = pages_of(rows, places(rows, k.shape[1]), shape.page_size, shape.num_pages)
-    result = jax.ShapeDtypeStruct(pages.shape, pages.dtype)
-    call = jax.ffi.ffi_call("zccp_page_write", result, input_output_aliases={0: 0})
-    return call(pages, k.astype(jnp.float32), v.astype(jnp.float32), ids, offsets)
+    result = jax.ShapeDtypeStruct(pool.shape, pool.dtype)
+    call = jax.ffi.ffi_call(f"zccp_page_write{name}", result, input_output_aliases={0: 0})
+    written = call(pool, k.astype(jnp.float32), v.astype(jnp.float32), ids, offsets)
+    return Int8Pages(written) if isinstance(pages, Int8Pages) else written

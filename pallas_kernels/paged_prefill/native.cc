@@ -1,5 +1,5 @@
 // paged_prefill on the CPU: a work item is (kv head, row, stretch of its queries); keys are taken a block at a time from
-// pages or from the chunk itself, scores stay in cache, softmax is online.
+// pages or from the chunk itself, scores stay in cache, softmax is online. Pages of few bits become floats on the way.
 //
 // Bound by the products: 4 * head_dim operations a visible (query head, key) pair. They are in bf16 pairs where the CPU has
 // AVX512-BF16 and the caller allows it, else in float32; sums and softmax are in float32. Scores are held transposed, keys by
@@ -7,17 +7,20 @@
 // is until a score passes it by kSlack (FlashAttention-4's lazy rescaling), which spares most passes over the sums.
 
 #include "pallas_kernels/native.h"
+#include "pallas_kernels/pages.h"
 
 namespace zccp {
 
 using F32 = ffi::Buffer<ffi::F32>;
 using S32 = ffi::Buffer<ffi::S32>;
+using U16 = ffi::Buffer<ffi::U16>;
 
 namespace {
 
 constexpr int64_t kPanel = 48;       // query lanes that are multiplied together: 3 vectors
 constexpr int64_t kQueries = 192;    // most (query head, token) pairs of an item
 constexpr int64_t kKeys = 64;        // keys of a block
+constexpr int64_t kUnpacked = kKeys + kQuarter;  // rows that hold a block, wherever in quarters of packed blocks it begins
 constexpr int kRows = 8;             // keys, or channels, of a tile: 8 x 3 vectors fill 24 of the 32 vector registers
 constexpr int64_t kMaxHeadDim = 1024;
 constexpr float kMasked = -1e30f, kSlack = 8.0f;
@@ -25,9 +28,13 @@ constexpr float kMasked = -1e30f, kSlack = 8.0f;
 struct Problem {
   int64_t tokens, q_heads, kv_heads, group, head_dim, num_pages, page_size, width, window, per_item;
   float scale, softcap;
-  const float *q, *k, *v, *pool;  // pool: the layer's pages
+  const float *q, *k, *v;
   const int32_t* table;
   float* out;
+
+  int64_t page_of(int64_t row, int64_t position) const {
+    return std::clamp<int64_t>(table[row * width + position / page_size], 0, num_pages - 1);
+  }
 };
 
 struct Item {
@@ -46,10 +53,11 @@ struct Scratch {
   std::vector<float> sums;    // [panels, d, kPanel]
   std::vector<float> peaks, totals;    // [kQueries]
   std::vector<int32_t> positions;      // [kQueries]
+  std::vector<float> unpacked;         // keys [kUnpacked, d], then values
 
   explicit Scratch(int64_t d)
       : queries(kQueries * d), keys(kKeys * d), values(kKeys * d), weights(kKeys * kPanel), scores(kKeys * kPanel),
-        sums(kQueries * d), peaks(kQueries), totals(kQueries), positions(kQueries) {}
+        sums(kQueries * d), peaks(kQueries), totals(kQueries), positions(kQueries), unpacked(2 * kUnpacked * d) {}
 };
 
 // sums[kRows, kPanel] (+)= rows x columns over `depth` numbers; row r of number i is rows[r * row_stride + i * stride].
@@ -63,41 +71,100 @@ void multiply(const Number* rows, int64_t row_stride, int64_t stride, const Numb
   tile.each([&](int row, int v, v16 sum) { store(sums + row * kPanel + v * 16, sum); });
 }
 
-// Where n keys from position `first` on and their values lie: in pages before the chunk, then in the chunk.
-void find(const Problem& z, const Item& item, int64_t first, int64_t n, const float** keys, const float** values) {
-  const int64_t d = z.head_dim;
-  for (int64_t j = 0, run; j < n; j += run) {
-    const int64_t position = first + j;
-    const float *key, *value;
-    int64_t stride;
-    if (position >= item.start) {
-      const int64_t at = ((item.offset + position - item.start) * z.kv_heads + item.head) * d;
-      key = z.k + at;
-      value = z.v + at;
-      stride = z.kv_heads * d;
-      run = n - j;
-    } else {
-      const int64_t in_page = position % z.page_size, listed = z.table[item.row * z.width + position / z.page_size];
-      const int64_t id = std::clamp<int64_t>(listed, 0, z.num_pages - 1);
-      key = z.pool + ((id * z.kv_heads + item.head) * 2 * z.page_size + in_page) * d;
-      value = key + z.page_size * d;
-      stride = d;
-      run = std::min({n - j, z.page_size - in_page, item.start - position});
-    }
-    for (int64_t i = 0; i < run; ++i) {
-      keys[j + i] = key + i * stride;
-      values[j + i] = value + i * stride;
+// Where n keys of an item from position `first` on, all before the chunk, and their values lie; in formats of few bits the rows
+// `to` of keys and those of values behind them, which it fills.
+struct FloatPages {
+  const float* data;  // of the layer, as below
+
+  void find(const Problem& z, const Item& item, int64_t first, int64_t n, float*, const float** keys,
+            const float** values) const {
+    for (int64_t j = 0, run; j < n; j += run) {
+      const int64_t position = first + j, in_page = position % z.page_size;
+      const int64_t page = z.page_of(item.row, position) * z.kv_heads + item.head;
+      const float* const key = data + (page * 2 * z.page_size + in_page) * z.head_dim;
+      run = std::min(n - j, z.page_size - in_page);
+      for (int64_t i = 0; i < run; ++i) {
+        keys[j + i] = key + i * z.head_dim;
+        values[j + i] = key + (z.page_size + i) * z.head_dim;
+      }
     }
   }
-}
+};
+
+struct Int8Pages {
+  const int32_t* words;
+  int64_t page_words;
+
+  void find(const Problem& z, const Item& item, int64_t first, int64_t n, float* to, const float** keys,
+            const float** values) const {
+    const int64_t d = z.head_dim;
+    for (int64_t j = 0, run; j < n; j += run) {
+      const int64_t position = first + j, in_page = position % z.page_size;
+      run = std::min(n - j, z.page_size - in_page);
+      const int32_t* const page = words + (z.page_of(item.row, position) * z.kv_heads + item.head) * page_words;
+      unpack_int8_page(page, z.page_size, d, in_page, run, to + j * d, to + (kUnpacked + j) * d);
+    }
+    for (int64_t j = 0; j < n; ++j) {
+      keys[j] = to + j * d;
+      values[j] = to + (kUnpacked + j) * d;
+    }
+  }
+};
+
+// All values of an item are turned: those beside pages here, the chunk's own before, and the output is turned back behind.
+template <int kBits>
+struct BitmaskPages {
+  const int32_t* words;
+  const uint16_t* recent;  // of the layer: [slots, kv_heads, 2, kRecent, d]
+  const int32_t* slots;    // [rows]
+  int64_t num_slots;
+  const float* rotation;   // [d, d]
+
+  void find(const Problem& z, const Item& item, int64_t first, int64_t n, float* to, const float** keys,
+            const float** values) const {
+    const int64_t d = z.head_dim, base = first / kQuarter * kQuarter, stored = item.start / kBlock * kBlock;
+    for (int64_t quarter = base; quarter < first + n; quarter += kQuarter) {
+      float* const rows = to + (quarter - base) * d;
+      int64_t beside = std::min(quarter + kQuarter, first + n);  // as far as rows are kept beside pages
+      if (quarter < stored) {
+        const int64_t page = z.page_of(item.row, quarter) * z.kv_heads + item.head;
+        const int64_t index = page * (z.page_size / kBlock) + quarter % z.page_size / kBlock;
+        const BitmaskBlock<kBits> block(words + index * BitmaskBlock<kBits>::words(d), d);
+        block.quarter_keys(quarter % kBlock / kQuarter, rows);
+        block.quarter_values(quarter % kBlock / kQuarter, 0, kBlock, rows + kUnpacked * d);
+        beside = std::min(beside, kSinks);
+      }
+      for (int64_t p = std::max(quarter, first); p < beside; ++p) put_beside(z, item, p, rows + (p - quarter) * d);
+    }
+    for (int64_t j = 0; j < n; ++j) {
+      keys[j] = to + (first - base + j) * d;
+      values[j] = keys[j] + kUnpacked * d;
+    }
+  }
+
+  void put_beside(const Problem& z, const Item& item, int64_t position, float* key) const {
+    const int64_t d = z.head_dim, slot = std::clamp<int64_t>(slots[item.row], 0, num_slots - 1);
+    const RecentRows rows{recent + (slot * z.kv_heads + item.head) * 2 * kRecent * d, d};
+    float value[kMaxHeadDim];
+    widen(rows.key(position), d, key);
+    widen(rows.value(position), d, value);
+    turn(value, rotation, d, key + kUnpacked * d);
+  }
+};
 
 // Packs n keys from position `first` on and their values; what lies behind is zero.
-template <typename Ops>
-void pack_block(const Problem& z, const Item& item, int64_t first, int64_t n, Scratch<Ops>& s) {
+template <typename Ops, typename Pages>
+void pack_block(const Problem& z, const Pages& pages, const Item& item, int64_t first, int64_t n, Scratch<Ops>& s) {
   static const std::vector<float> zeros(kMaxHeadDim, 0.0f);
   const int64_t d = z.head_dim, depth = d / Ops::kPair;
   const float *keys[kKeys], *values[kKeys];
-  find(z, item, first, n, keys, values);
+  const int64_t before = std::clamp<int64_t>(item.start - first, 0, n);
+  pages.find(z, item, first, before, s.unpacked.data(), keys, values);
+  for (int64_t j = before; j < n; ++j) {
+    const int64_t at = ((item.offset + first + j - item.start) * z.kv_heads + item.head) * d;
+    keys[j] = z.k + at;
+    values[j] = z.v + at;
+  }
   std::fill(keys + n, keys + kKeys, zeros.data());
   std::fill(values + n, values + kKeys, zeros.data());
   for (int64_t j = 0; j < kKeys; ++j) Ops::pack_row(keys[j], d, 1.0f, s.keys.data() + j * depth);
@@ -180,8 +247,8 @@ void run_panel(const Problem& z, Scratch<Ops>& s, int64_t panel, int64_t block, 
     multiply<Ops>(s.values.data() + i, 1, d, s.weights.data(), keys / Ops::kPair, sums + i * kPanel, true);
 }
 
-template <typename Ops>
-void run_item(const Problem& z, const Item& item) {
+template <typename Ops, typename Pages>
+void run_item(const Problem& z, const Pages& pages, const Item& item) {
   static thread_local std::unique_ptr<Scratch<Ops>> kept;
   static thread_local int64_t kept_dim = 0;
   if (kept_dim != z.head_dim) {
@@ -209,7 +276,7 @@ void run_item(const Problem& z, const Item& item) {
   const int64_t oldest = z.window > 0 ? std::max<int64_t>(0, item.start + item.first - z.window + 1) : 0;
   for (int64_t block = oldest; block < newest; block += kKeys) {
     const int64_t n = std::min(kKeys, newest - block);
-    pack_block<Ops>(z, item, block, n, s);
+    pack_block(z, pages, item, block, n, s);
     for (int64_t panel = 0; panel < panels; ++panel) run_panel<Ops>(z, s, panel, block, n);
   }
   for (int64_t first = 0; first < used; first += 16) {
@@ -225,48 +292,122 @@ void run_item(const Problem& z, const Item& item) {
   }
 }
 
-ffi::Error PagedPrefill(ffi::ThreadPool pool, F32 q, F32 k, F32 v, F32 pages, S32 layer, S32 table, S32 starts, S32 lengths,
-                        S32 offsets, S32 window, ffi::ResultBuffer<ffi::F32> out, float scale, float softcap, bool bf16) {
-  const auto qs = q.dimensions(), ps = pages.dimensions();  // tokens q_heads d; layers num_pages kv_heads 2 page_size d
-  const int64_t at = layer.typed_data()[0], group = qs[1] / ps[2];
-  if (at < 0 || at >= ps[0]) return ffi::Error::InvalidArgument("paged_prefill: layer is outside the pool");
-  if (qs[2] % 16 || qs[2] > kMaxHeadDim) return ffi::Error::InvalidArgument("paged_prefill: head_dim must be a multiple of 16");
-  if (group > kQueries) return ffi::Error::InvalidArgument("paged_prefill: too many query heads share a kv head");
-  const Problem z{qs[0], qs[1], ps[2], group, qs[2], ps[1], ps[4], table.dimensions()[1], window.typed_data()[0],
-                  kQueries / group, scale, softcap, q.typed_data(), k.typed_data(), v.typed_data(),
-                  pages.typed_data() + at * ps[1] * ps[2] * 2 * ps[4] * ps[5], table.typed_data(), out->typed_data()};
+struct Given {  // what is an argument in every format
+  F32 q, k, v;
+  S32 layer, table, starts, lengths, offsets, window;
+  ffi::ResultBuffer<ffi::F32> out;
+  float scale, softcap;
+  bool bf16;
+
+  int64_t at() const { return layer.typed_data()[0]; }
+  ffi::Error fault(int64_t layers, int64_t kv_heads) const {
+    const int64_t d = q.dimensions()[2];
+    if (at() < 0 || at() >= layers) return ffi::Error::InvalidArgument("paged_prefill: layer is outside the pool");
+    if (d % 16 || d > kMaxHeadDim) return ffi::Error::InvalidArgument("paged_prefill: head_dim must be a multiple of 16");
+    if (q.dimensions()[1] / kv_heads > kQueries)
+      return ffi::Error::InvalidArgument("paged_prefill: too many query heads share a kv head");
+    return ffi::Error::Success();
+  }
+};
+
+template <typename Pages>
+ffi::Error prefill(ffi::ThreadPool& pool, Given& given, int64_t num_pages, int64_t kv_heads, int64_t page_size,
+                   const Pages& pages) {
+  const auto qs = given.q.dimensions();  // tokens q_heads d
+  const int64_t group = qs[1] / kv_heads;
+  const Problem z{qs[0], qs[1], kv_heads, group, qs[2], num_pages, page_size, given.table.dimensions()[1],
+                  given.window.typed_data()[0], kQueries / group, given.scale, given.softcap, given.q.typed_data(),
+                  given.k.typed_data(), given.v.typed_data(), given.table.typed_data(), given.out->typed_data()};
   std::fill(z.out, z.out + z.tokens * z.q_heads * z.head_dim, 0.0f);
   std::vector<Item> items;
-  for (int64_t row = 0; row < lengths.dimensions()[0]; ++row) {
-    const int64_t length = lengths.typed_data()[row];
+  for (int64_t row = 0; row < given.lengths.dimensions()[0]; ++row) {
+    const int64_t length = given.lengths.typed_data()[row];
     for (int64_t first = (length - 1) / z.per_item * z.per_item; length > 0 && first >= 0; first -= z.per_item)
       for (int64_t head = 0; head < z.kv_heads; ++head)
-        items.push_back({row, head, starts.typed_data()[row], offsets.typed_data()[row], first,
+        items.push_back({row, head, given.starts.typed_data()[row], given.offsets.typed_data()[row], first,
                          std::min(z.per_item, length - first)});
   }
   parallel_for(pool, static_cast<int64_t>(items.size()), [&](int64_t i) {
-    bf16 ? run_item<Bf16Ops>(z, items[i]) : run_item<Float32Ops>(z, items[i]);
+    given.bf16 ? run_item<Bf16Ops>(z, pages, items[i]) : run_item<Float32Ops>(z, pages, items[i]);
   });
   return ffi::Error::Success();
+}
+
+ffi::Error OverFloats(ffi::ThreadPool pool, F32 q, F32 k, F32 v, S32 layer, S32 table, S32 starts, S32 lengths, S32 offsets,
+                      S32 window, F32 pages, ffi::ResultBuffer<ffi::F32> out, float scale, float softcap, bool bf16) {
+  Given given{q, k, v, layer, table, starts, lengths, offsets, window, out, scale, softcap, bf16};
+  const auto ps = pages.dimensions();  // layers num_pages kv_heads 2 page_size d
+  if (ffi::Error fault = given.fault(ps[0], ps[2]); fault.failure()) return fault;
+  const FloatPages own{pages.typed_data() + given.at() * ps[1] * ps[2] * 2 * ps[4] * ps[5]};
+  return prefill(pool, given, ps[1], ps[2], ps[4], own);
+}
+
+ffi::Error OverInt8(ffi::ThreadPool pool, F32 q, F32 k, F32 v, S32 layer, S32 table, S32 starts, S32 lengths, S32 offsets,
+                    S32 window, S32 words, ffi::ResultBuffer<ffi::F32> out, float scale, float softcap, bool bf16) {
+  Given given{q, k, v, layer, table, starts, lengths, offsets, window, out, scale, softcap, bf16};
+  const auto ps = words.dimensions();  // layers num_pages kv_heads page_words
+  if (ffi::Error fault = given.fault(ps[0], ps[2]); fault.failure()) return fault;
+  const Int8Pages own{words.typed_data() + given.at() * ps[1] * ps[2] * ps[3], ps[3]};
+  return prefill(pool, given, ps[1], ps[2], ps[3] / (q.dimensions()[2] / 2 + 1), own);
+}
+
+ffi::Error OverBitmask(ffi::ThreadPool pool, F32 q, F32 k, F32 v, S32 layer, S32 table, S32 starts, S32 lengths, S32 offsets,
+                       S32 window, S32 words, U16 recent, S32 slots, F32 rotation, ffi::ResultBuffer<ffi::F32> out, float scale,
+                       float softcap, bool bf16) {
+  Given given{q, k, v, layer, table, starts, lengths, offsets, window, out, scale, softcap, bf16};
+  const auto ps = words.dimensions(), rs = recent.dimensions();  // layers num_pages kv_heads blocks words; layers slots ..
+  const int64_t d = q.dimensions()[2];
+  if (ffi::Error fault = given.fault(ps[0], ps[2]); fault.failure()) return fault;
+  const int32_t* const own = words.typed_data() + given.at() * ps[1] * ps[2] * ps[3] * ps[4];
+  const uint16_t* const rows = recent.typed_data() + given.at() * rs[1] * rs[2] * 2 * kRecent * d;
+  const int32_t* const of_rows = slots.typed_data();
+  const float* const matrix = rotation.typed_data();
+  const auto run = [&](const auto& pages) { return prefill(pool, given, ps[1], ps[2], ps[3] * kBlock, pages); };
+  if (ps[4] == BitmaskBlock<4>::words(d)) return run(BitmaskPages<4>{own, rows, of_rows, rs[1], matrix});
+  if (ps[4] == BitmaskBlock<2>::words(d)) return run(BitmaskPages<2>{own, rows, of_rows, rs[1], matrix});
+  return ffi::Error::InvalidArgument("paged_prefill: blocks of no format have that many words");
+}
+
+auto bound() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::ThreadPool>()
+      .Arg<F32>()
+      .Arg<F32>()
+      .Arg<F32>()
+      .Arg<S32>()
+      .Arg<S32>()
+      .Arg<S32>()
+      .Arg<S32>()
+      .Arg<S32>()
+      .Arg<S32>();
 }
 
 }  // namespace
 }  // namespace zccp
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(zccp_paged_prefill, zccp::PagedPrefill,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::ThreadPool>()
+XLA_FFI_DEFINE_HANDLER_SYMBOL(zccp_paged_prefill, zccp::OverFloats,
+                              zccp::bound()
                                   .Arg<zccp::F32>()
+                                  .Ret<zccp::F32>()
+                                  .Attr<float>("scale")
+                                  .Attr<float>("softcap")
+                                  .Attr<bool>("bf16"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(zccp_paged_prefill_int8, zccp::OverInt8,
+                              zccp::bound()
+                                  .Arg<zccp::S32>()
+                                  .Ret<zccp::F32>()
+                                  .Attr<float>("scale")
+                                  .Attr<float>("softcap")
+                                  .Attr<bool>("bf16"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(zccp_paged_prefill_bitmask, zccp::OverBitmask,
+                              zccp::bound()
+                                  .Arg<zccp::S32>()
+                                  .Arg<zccp::U16>()
+                                  .Arg<zccp::S32>()
                                   .Arg<zccp::F32>()
-                                  .Arg<zccp::F32>()
-                                  .Arg<zccp::F32>()
-                                  .Arg<zccp::S32>()
-                                  .Arg<zccp::S32>()
-                                  .Arg<zccp::S32>()
-                                  .Arg<zccp::S32>()
-                                  .Arg<zccp::S32>()
-                                  .Arg<zccp::S32>()
-                                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Ret<zccp::F32>()
                                   .Attr<float>("scale")
                                   .Attr<float>("softcap")
                                   .Attr<bool>("bf16"));

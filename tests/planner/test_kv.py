@@ -81,7 +81,10 @@ def test_what_a_format_cannot_hold_is_refused(kv_format, options, message):
         plan_of(kv_format, **options)
 
 
-def test_attention_over_quantised_pages_goes_through_xla():
+def test_attention_over_quantised_pages_is_native_where_the_plan_is():
     for kv_format in QUANTISED:
-        plan = plan_of(kv_format, implementation="native")
-        assert (plan.implementation, plan.attention) == ("native", "xla")
+        for implementation in ("native", "xla"):
+            plan = plan_of(kv_format, implementation=implementation)
+            assert (plan.implementation, plan.attention) == (implementation, implementation)
+    with pytest.raises(PlanError, match="implementation native needs a head_dim that 16 divides, this model has 8"):
+        plan_of(KvFormat.BMQ4, implementation="native", architecture=replace(ARCHITECTURE, head_dim=8))

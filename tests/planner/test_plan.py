@@ -28,7 +28,6 @@ SETTINGS = {
     "kv_bytes": 0,
     "implementation": "xla",
 }
-FORMATS = (KvFormat.BF16, KvFormat.INT8, KvFormat.BMQ4, KvFormat.BMQ2)
 PAGE_BYTES = 64 * 2 * 30 * 3 * 64 * 4
 
 
@@ -165,4 +164,8 @@ def test_the_default_code_path():
     assert chosen(target="cpu_x86_64_v3") == chosen(head_dim=72) == "xla"
     assert {chosen(kv_format=kv_format) for kv_format in KvFormat} == {"native"}
     assert plan_of(implementation="native").attention == "native"
-    assert {plan_of(implementation="native", page_size=128, kv_format=f).attention for f in FORMATS} == {"xla"}
+    native = {f for f in KvFormat if plan_of(implementation="native", page_size=128, kv_format=f).attention == "native"}
+    assert native == set(KvFormat) - {KvFormat.BF16}
+    assert {plan_of(page_size=128, kv_format=f).attention for f in KvFormat} == {"xla"}
+    assert chosen(kv_format=KvFormat.INT8, head_dim=72) == "xla"
+    assert chosen(kv_format=KvFormat.BF16, head_dim=72) == "native"

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.errors import ContractError
@@ -36,7 +36,7 @@ def compiled(implementation: str = "xla"):
     return quick_jit(functools.partial(op.page_write, implementation=implementation), donate_argnums=0)
 
 
-def launch(pool, sequences: Sequence[Written], spans, tokens: int, order: Sequence[int]):
+def launch(pool, sequences: Sequence[Written], spans, tokens: int, order: Sequence[int], implementation: str = "xla"):
     """The pool after the given (start, end) of each sequence, rows in ``order``, in a launch of ``tokens`` tokens."""
     spans = [spans[row] for row in order]
     width = max(len(sequence.pages) for sequence in sequences)
@@ -53,10 +53,12 @@ def launch(pool, sequences: Sequence[Written], spans, tokens: int, order: Sequen
         [end - start for start, end in spans], offsets,
     )  # fmt: skip
     energy = ENERGY if isinstance(pool, BitmaskPages) else None
-    return compiled()(pool, k, v, *(np.asarray(part, np.int32) for part in rows), energy=energy)
+    return compiled(implementation)(pool, k, v, *(np.asarray(part, np.int32) for part in rows), energy=energy)
 
 
-def written(pool, sequences: Sequence[Written], rng: np.random.Generator, tokens: int, chunk: int):
+def written(
+    pool, sequences: Sequence[Written], rng: np.random.Generator, tokens: int, chunk: int, implementation: str = "xla"
+):
     """The pool after all of the sequences, in launches of up to ``tokens`` tokens, of a sequence up to ``chunk``."""
     pool, done = jax.tree.map(jnp.asarray, pool), [0] * len(sequences)
     while any(count < sequence.length for count, sequence in zip(done, sequences, strict=True)):
@@ -66,7 +68,7 @@ def written(pool, sequences: Sequence[Written], rng: np.random.Generator, tokens
             count = min(left, int(rng.integers(0, chunk + 1)), sequences[index].length - done[index])
             spans[index] = (done[index], done[index] + count)
             left, done[index] = left - count, done[index] + count
-        pool = launch(pool, sequences, spans, tokens, order)
+        pool = launch(pool, sequences, spans, tokens, order, implementation)
     return jax.tree.map(np.asarray, pool)
 
 
@@ -102,6 +104,28 @@ def test_any_cut_into_launches_gives_the_same_pool(kv_format, lengths, chunk, se
     whole = written(before, sequences, rng, 3 * MOST, MOST)
     for one, other in zip(meaning(kv_format, fine, sequences), meaning(kv_format, whole, sequences), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("kv_format", ["float32", *FORMATS])
+@settings(max_examples=8)
+@given(
+    lengths=st.lists(st.one_of(st.sampled_from(EDGES), st.integers(0, MOST)), min_size=ROWS, max_size=ROWS),
+    foreign=st.sampled_from([None, -1, -(2**31), 2**31 - 1]),
+    seed=st.integers(0, 2**32 - 1),
+)
+@example(lengths=[320, 40, 0], foreign=-1, seed=0)
+def test_native_code_writes_the_same(fast_implementations, kv_format, lengths, foreign, seed):
+    """The first row may have a foreign page before its own; scales of vectors of any size, some of them all zero."""
+    rng, page_size = np.random.default_rng(seed), PAGE_SIZE[kv_format]
+    before, sequences = pool_of(kv_format, rng), sequences_of(rng, lengths, page_size)
+    if foreign is not None:
+        sequences[0].pages[0] = foreign
+    for sequence in sequences:
+        sequence.k[:] *= np.exp2(rng.integers(-12, 13, sequence.k.shape[:3]))[..., None].astype(np.float32)
+        sequence.v[:, ::7] = 0.0
+    for implementation in fast_implementations:
+        after = written(before, sequences, np.random.default_rng(seed), 48, 24, implementation)
+        assert_written(kv_format, before, after, sequences, ENERGY, page_size)
 
 
 @pytest.mark.parametrize("kv_format", ALL)
@@ -197,16 +221,21 @@ def big_pool(kv_format: str):
 
 
 @pytest.mark.parametrize("tokens", [8, 256])
-@pytest.mark.parametrize("kv_format", ALL)
-def test_a_donated_pool_is_written_in_place(kv_format, tokens):
+@pytest.mark.parametrize(
+    ("kv_format", "implementation"),
+    [*((kv_format, "xla") for kv_format in ALL), *((kv_format, "native") for kv_format in ("float32", *FORMATS))],
+)
+def test_a_donated_pool_is_written_in_place(fast_implementations, kv_format, implementation, tokens):
     def ints(*shape: int):
         return jax.ShapeDtypeStruct(shape, np.int32)
 
+    if implementation not in fast_implementations:
+        pytest.skip("native code needs a CPU and a compiler for it")
     pool = big_pool(kv_format)
     energy = jax.ShapeDtypeStruct((4, 3, 64), np.float32) if kv_format in BASE_BITS else None
     new = jax.ShapeDtypeStruct((4, tokens, 3, 64), np.float32)
     rows = ints(8, 16), ints(8), ints(8), ints(8), ints(8)
-    run = jax.jit(functools.partial(op.page_write, implementation="xla"), donate_argnums=0)
+    run = jax.jit(functools.partial(op.page_write, implementation=implementation), donate_argnums=0)
     analysis = run.lower(pool, new, new, *rows, energy=energy).compile().memory_analysis()
     size = sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(pool))
     assert analysis.alias_size_in_bytes == size
@@ -233,9 +262,8 @@ BITMASK = BitmaskPages(zeros(2, 3, 2, 1, 632), zeros(2, 4, 2, 2, 144, 16, dtype=
         ({"pages": BITMASK._replace(words=zeros(2, 3, 2, 1, 600))}, "xla", "blocks of 600 words beside rows of 16"),
         ({"pages": Int8Pages(zeros(2, 3, 2, 145))}, "xla", "pages of 145 words do not hold keys and values"),
         ({"slots": zeros(2)}, "xla", r"slots \(2,\), starts \(3,\), .* need one entry a row, 3"),
-        ({}, "native", "pages are BitmaskPages; the native path holds float32 pages"),
-        ({"pages": Int8Pages(zeros(2, 3, 2, 144))}, "native", "pages are Int8Pages; the native path holds float32"),
         ({"pages": zeros(2, 3, 2, 2, 4, 16, dtype=np.uint16)}, "native", "pages are bits of bf16; the native path"),
+        ({"pages": zeros(2, 3, 2, 2, 4, 16, dtype=jnp.bfloat16)}, "native", "pages are bfloat16; the native path"),
         ({"pages": zeros(2, 3, 2, 2, 4, 16, dtype=np.uint16)}, "pallas", "pages are bits of bf16; this kernel takes"),
         ({"pages": BITMASK._replace(recent=RECENT_BITS)}, "pallas", "rows beside pages are uint16; this kernel"),
     ],

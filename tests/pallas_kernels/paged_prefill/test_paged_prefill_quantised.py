@@ -11,7 +11,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.errors import ContractError
 from pallas_kernels.model_shapes import SMOLLM2_135M, HeadShape
 from pallas_kernels.paged_prefill import op, xla
 from tests.support.paged import LAYERS
@@ -83,27 +82,29 @@ def of_case(case: Case) -> Launch:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_it_is_the_float64_statement(case):
+def test_it_is_the_float64_statement(fast_implementations, case):
     of = of_case(case)
     for window in (0, 3, 140, 300):
-        for implementation in ("xla", "reference") if case.reference else ("xla",):
+        for implementation in (*fast_implementations, *(["reference"] if case.reference else [])):
             got = run(implementation, of, window=window)
             assert_exact(got, of, window=window, message=f"{implementation}, window {window}")
 
 
-def test_a_soft_cap():
-    of = of_case(CASES[3])
-    for implementation in ("xla", "reference"):
+@pytest.mark.parametrize("case", [CASES[0], CASES[3]], ids=lambda case: case.name)
+def test_a_soft_cap(fast_implementations, case):
+    of = of_case(case)
+    for implementation in (*fast_implementations, *(["reference"] if case.reference else [])):
         got = run(implementation, of, window=150, softcap=2.0)
         assert_exact(got, of, window=150, softcap=2.0, message=implementation)
 
 
 @pytest.mark.parametrize("kv_format", ["int8", "bmq4"])
-def test_products_may_be_in_bf16(kv_format):
+def test_products_may_be_in_bf16(fast_implementations, kv_format):
     of = of_case(next(case for case in CASES if case.kv_format == kv_format))
-    got = run("xla", of, products="bf16")
-    assert got.dtype == np.float32
-    assert_exact(got, of, atol=4e-2)
+    for implementation in fast_implementations:
+        got = run(implementation, of, products="bf16")
+        assert got.dtype == np.float32
+        assert_exact(got, of, atol=4e-2, message=implementation)
 
 
 ROWS, FEW, SMALL = 4, 24, HeadShape("small", 4, 2, 16)
@@ -160,15 +161,14 @@ def chunk_lists(draw):
 @example(chunks=[(0, 0)] * 4, slots=range(5), window=0, layer=0, seed=0)
 @example(chunks=[(300, 24), (0, 0), (0, 0), (0, 0)], slots=[4, 3, 2, 1, 0], window=300, layer=0, seed=1)
 @example(chunks=[(120, 20), (16, 1), (144, 3), (0, 0)], slots=[2, 0, 4, 1, 3], window=0, layer=1, seed=2)
-def test_ragged_rows_in_any_slots(kv_format, chunks, slots, window, layer, seed):
+def test_ragged_rows_in_any_slots(fast_implementations, kv_format, chunks, slots, window, layer, seed):
     of = small(kv_format, np.random.default_rng(seed), chunks, slots[:ROWS])
-    for implementation in ("xla", "reference"):
+    for implementation in (*fast_implementations, "reference"):
         got = run(implementation, of, layer=layer, window=window)
         assert_exact(got, of, layer=layer, window=window, message=implementation)
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("implementation", ["xla", "reference"])
 @pytest.mark.parametrize("kv_format", FORMATS)
 def test_what_lies_in_unused_places_changes_nothing(kv_format, implementation):
     chunks, outcomes = [(37, 9), (200, 5), (0, 4), (0, 0)], []
@@ -180,8 +180,14 @@ def test_what_lies_in_unused_places_changes_nothing(kv_format, implementation):
 
 
 @pytest.mark.parametrize("kv_format", FORMATS)
-def test_native_refuses_these_pools(kv_format):
-    name = "Int8Pages" if kv_format == "int8" else "BitmaskPages"
-    of = small(kv_format, np.random.default_rng(5), [(37, 9), (0, 0), (0, 0), (0, 0)], range(ROWS))
-    with pytest.raises(ContractError, match=f"pages are {name}; the native path holds float32 pages"):
-        run("native", of)
+def test_rows_of_many_tokens_and_windows_that_begin_anywhere(fast_implementations, kv_format):
+    """Several work items a row; the first key that a row sees lies at every distance from a block's quarters."""
+    page_size = POOLS[kv_format][0]
+    of = launch(
+        np.random.default_rng(7), kv_format, SMALL, [(300, 150), (130, 40)], 190, page_size=page_size,
+        width=-(-300 // page_size),
+    )  # fmt: skip
+    for window in (0, 170, 203, 285, 299, 333):
+        for implementation in fast_implementations:
+            got = run(implementation, of, window=window)
+            assert_exact(got, of, window=window, message=f"{implementation}, window {window}")
