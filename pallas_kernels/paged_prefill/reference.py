@@ -34,9 +34,9 @@ def paged_prefill(
     keys, values, history_position, history_valid = (part[at.row] for part in stored)
     chunk_valid = (row[:, None] == row) & (position <= position[:, None])
     floor = jnp.where(window > 0, position - window, -1)[:, None]
-    valid = jnp.concatenate(
-        [history_valid & (history_position > floor), chunk_valid & (position > floor)], axis=1
-    )[:, None, None]
+    valid = jnp.concatenate([history_valid & (history_position > floor), chunk_valid & (position > floor)], axis=1)[
+        :, None, None
+    ]
     grouped = q.reshape(tokens, kv_heads, q_heads // kv_heads, head_dim).astype(jnp.float32) * scale
     scores = jnp.concatenate(
         [
