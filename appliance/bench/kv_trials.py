@@ -7,7 +7,7 @@ position.
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -25,7 +25,6 @@ from planner.decoder import (
     QUERY_ENERGY,
     Decoder,
     NewKeyValues,
-    Numerics,
     PrefillContext,
     Weights,
     layer_data,
@@ -153,13 +152,8 @@ def _rows(table: jax.Array, start: jax.Array) -> Rows:
     return Rows(table, index, jnp.full_like(index, start), jnp.full_like(index, BLOCK), index * BLOCK)
 
 
-def _numerics(plan: Plan) -> Numerics:
-    """The plan's arithmetic, with attention through one code path for every format, so that only formats differ."""
-    return replace(numerics_of(plan), attention="xla")
-
-
 def _forward(trial: Trial, weights: Weights, pages: Pages, rows: Rows, tokens: jax.Array, **options: Any) -> Any:
-    module: Any = Decoder(trial.plan.architecture, _numerics(trial.plan))
+    module: Any = Decoder(trial.plan.architecture, numerics_of(trial.plan))
     positions = places(rows, tokens.shape[0]).position
     return module.apply(parameters(weights), tokens, positions, PrefillContext(pages, rows), **options)
 
@@ -178,7 +172,7 @@ def _rounded(trial: Trial, new: NewKeyValues, start: jax.Array) -> NewKeyValues:
 
 @functools.cache
 def _scorer(trial: Trial) -> Callable[..., tuple[Pages, jax.Array]]:
-    numerics, arch = _numerics(trial.plan), trial.plan.architecture
+    numerics, arch = numerics_of(trial.plan), trial.plan.architecture
 
     @functools.partial(jax.jit, donate_argnums=1)
     def step(
