@@ -1,4 +1,4 @@
-"""kernels: the GPU kernels of attention, by their code without a GPU (--static) or by answers and time on one.
+"""kernels: the GPU kernels, by their code without a GPU (--static) or by answers and time on one.
 
 Owns the options. ``kernels_static`` and ``kernels_device`` do the work.
 """

@@ -1,34 +1,34 @@
-"""The attention kernels on a GPU: whether their answers are right, and how fast they are beside what the card can do.
+"""The kernels on a GPU: whether their answers are right, and how fast they are beside what the card can do.
 
-Loads jax. Checks every case on the card, then times it: medians over fresh random inputs, compilation apart, over data
-that no cache holds. The yardsticks are measured in the same run: the bandwidth of a copy for decoding, the operations
-of a large bf16 product for prefills. Needs a GPU of NVIDIA with compute capability 8.0 or more.
+Loads jax. Checks every case on the card, then times it: medians over fresh random inputs, compilation apart, over pools
+that no cache holds. The yardsticks are measured in the same run: the bandwidth of a copy for decoding, sampling and
+writes, the operations of a large bf16 product for prefills. Needs a GPU of NVIDIA with compute capability 8.0 or more.
 """
 
+import functools
 import gc
 import math
 import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from appliance.bench.kernels_launches import Launch, launches
-from appliance.bench.kernels_static import LONG_CONTEXT, no_such_case
+from appliance.bench.kernels_checks import TOLERANCE
+from appliance.bench.kernels_launches import Launch, Yardstick, launches
+from appliance.bench.kernels_static import KERNELS, no_such_case
 from appliance.bench.report import Findings, Result, installed, measured
 from appliance.bench.runner import BenchContext, BenchUseError
 from appliance.bench.statistics import median
+from pallas_kernels.paged_decode.cases import PAIR_64K
 
-DECODE_BANDWIDTH, PREFILL_PEAK = 80.0, 55.0
-"""Targets in percent, for an A100."""
-TOLERANCE = 0.01
-"""Of the worst row: the length of its error over its own. bf16 weights and results err by about 0.003."""
+DECODE_BANDWIDTH, PREFILL_PEAK, BMQ4_SPEEDUP = 80.0, 55.0, 2.0
+"""Targets for an A100: percent, percent, and bf16's seconds over bmq4's."""
 LEAST_CAPABILITY = 8.0
-LONG_PREFILL = 2 * 10**10
-"""Operations from which on a prefill counts for the figure: below, launches and the last wave of tiles decide."""
 _PACKAGES = ("jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt")
 
 
@@ -37,7 +37,7 @@ class Effort:
     """How much is measured.
 
     ``chain_seconds`` is about what is timed at once, ``program_seconds`` the least of a program in it; ``repeats`` are
-    medians of; ``pool_bytes`` is what a pool has at least.
+    medians of; ``pool_bytes`` is what a pool of attention has at least; no launch is over in ``launch_seconds``.
     """
 
     copy_bytes: int = 2**30
@@ -45,6 +45,7 @@ class Effort:
     pool_bytes: int = 2**28
     chain_seconds: float = 0.02
     program_seconds: float = 5e-5
+    launch_seconds: float = 2e-6
     repeats: int = 20
     most_steps: int = 1_000
 
@@ -64,34 +65,41 @@ class Yardsticks:
     bytes_per_second: tuple[float, ...]
     flops_per_second: tuple[float, ...]
 
+    def reach(self, of: Yardstick) -> float:
+        """The median of what a case is held against; a copy writes half of what it moves."""
+        if of == "of the product's operations":
+            return median(self.flops_per_second)
+        return median(self.bytes_per_second) / (2 if of == "of what a copy writes" else 1)
+
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """One case: error of its worst row, and what it reached; None with the ``failure`` where it did not run."""
+    """One case: whether its answer is right, and what it reached; without ``seconds`` the ``failure`` says why.
+
+    ``seconds`` are those of a step, once a repeat; ``rate`` is what it did in a second.
+    """
 
     kernel: str
     name: str
     counts: bool
+    right: bool = False
     error: float | None = None
-    against: str = ""
-    seconds: float | None = None
-    percent: float | None = None
+    verdict: str = ""
+    seconds: tuple[float, ...] = ()
+    rate: float = 0.0
+    percent: float = 0.0
+    of: Yardstick = "of copy bandwidth"
     failure: str = ""
-
-    @property
-    def right(self) -> bool:
-        """Whether it ran and its answer is close enough."""
-        return self.error is not None and self.error <= TOLERANCE
 
     def line(self) -> str:
         """The case for people."""
-        if self.error is None or self.seconds is None or self.percent is None:
+        if not self.seconds:
             return f"{self.kernel} {self.name}: FAILED: {self.failure}"
-        of = "of copy bandwidth" if self.kernel == "paged_decode" else "of the product's operations"
-        verdict = "" if self.right else " WRONG,"
+        rate = f"{self.rate / 1e12:.1f} TFLOP/s" if self.kernel == "paged_prefill" else f"{self.rate / 1e9:.1f} GB/s"
+        wrong = "" if self.right else " WRONG,"
         return (
-            f"{self.kernel} {self.name}:{verdict} error {self.error:.4f} against {self.against}, "
-            f"{self.seconds * 1e6:.1f} us, {self.percent:.1f} % {of}"
+            f"{self.kernel} {self.name}:{wrong} {self.verdict}, {median(self.seconds) * 1e6:.1f} us, "
+            f"{rate}, {self.percent:.1f} % {self.of}"
         )
 
 
@@ -104,7 +112,7 @@ def run(context: BenchContext, only: str = "") -> Findings:
     gpu, effort = find_gpu(), Effort()
     cases, found = [(name, make) for name, make in launches(effort.pool_bytes) if only in name], list[Timed]()
     if not cases:
-        raise BenchUseError(no_such_case(only))
+        raise BenchUseError(no_such_case(only, KERNELS))
     with jax.default_device(jax.devices("gpu")[0]):
         context.progress("measuring what the card can do", 0, 0)
         yardsticks = measure_yardsticks(effort)
@@ -116,7 +124,9 @@ def run(context: BenchContext, only: str = "") -> Findings:
         f"card: {gpu.kind}, compute capability {gpu.capability}",
         *(case.line() for case in found),
         f"percent of a case: median of {effort.repeats} chains of launches, each over new random inputs",
+        "bytes: keys and values in the pool's format, for page_write what it writes, for sample the logits once",
         "decode_bandwidth_pct, prefill_peak_pct: the least of the long cases; spread: the least and the largest",
+        "bmq4_speedup_64k: seconds of bf16 over those of bmq4, one shape; spread: worst against best",
     )
     return Findings(figures(found, yardsticks, is_a100="A100" in gpu.kind), notes, installed(_PACKAGES))
 
@@ -172,53 +182,41 @@ def attempt(name: str, make: Callable[[], Launch], yardsticks: Yardsticks, effor
     kernel, _, case = name.partition(" ")
     try:
         return time_launch(make(), yardsticks, effort)
-    except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError) as error:
-        return Timed(kernel, case, counts=False, failure=str(error).partition("\n")[0][:300])
+    except Exception as error:  # noqa: BLE001 - whatever a compiler or a card raises, the other cases go on
+        reason = str(error).partition("\n")[0][:300] or type(error).__name__
+        return Timed(kernel, case, counts=False, failure=reason)
 
 
 def time_launch(
     launch: Launch, yardsticks: Yardsticks, effort: Effort, clock: Callable[[], float] = time.perf_counter
 ) -> Timed:
     """Check and time one case."""
-    error = worst_error(launch)
-    layers = launch.pages.shape[0]
-
-    def step(index: Array, q: Array, k: Array, v: Array, pages: Array, *rest: Array) -> Array:
-        return launch.run(q, k, v, pages, index % layers, *rest)
-
-    def inputs(key: Array) -> tuple[Array, ...]:
-        return (*launch.new(key), launch.pages, *launch.rest)
-
-    decodes = launch.kernel == "paged_decode"
-    amount, per_second = (
-        (launch.least_bytes, yardsticks.bytes_per_second) if decodes else (launch.flops, yardsticks.flops_per_second)
+    checked, reach = launch.check(), yardsticks.reach(launch.of)
+    seconds = chain_seconds(launch.step, launch.inputs, reach, launch.amount, effort, clock, donates=launch.donates)
+    rate = launch.amount / median(seconds)
+    return Timed(
+        kernel=launch.kernel,
+        name=launch.name,
+        counts=launch.counts,
+        right=checked.right,
+        error=checked.error,
+        verdict=checked.text,
+        seconds=tuple(seconds),
+        rate=rate,
+        percent=100 * rate / reach,
+        of=launch.of,
     )
-    reach = median(per_second)
-    seconds = median(chain_seconds(step, inputs, reach, amount, effort, clock))
-    counts = int(launch.rest[1].min()) >= LONG_CONTEXT if decodes else launch.flops >= LONG_PREFILL
-    percent = 100 * amount / seconds / reach
-    return Timed(launch.kernel, launch.name, counts, error, launch.against, seconds, percent)
-
-
-def worst_error(launch: Launch) -> float:
-    """The largest of all rows' errors, each the length of the error over the length of what it should be."""
-    new, layer = launch.new(jax.random.key(3)), jnp.int32(launch.pages.shape[0] - 1)
-    got = jax.jit(launch.run)(*new, launch.pages, layer, *launch.rest)
-    with jax.default_matmul_precision("highest"):
-        wide = [part.astype(jnp.float32) for part in new]
-        wanted = jax.jit(launch.exact)(*wide, launch.pages, layer, *launch.rest)
-    got, wanted = got[: launch.rows].astype(jnp.float32), wanted[: launch.rows]
-    worst = (jnp.linalg.norm(got - wanted, axis=-1) / jnp.linalg.norm(wanted, axis=-1)).max()
-    return float(jnp.where(jnp.isnan(worst), jnp.inf, worst))
 
 
 def chain_seconds(
-    step: Callable[..., Array],
-    inputs: Callable[[Array], tuple[Array, ...]],
+    step: Callable[..., Any],
+    inputs: Callable[[Array], tuple[Any, ...]],
     per_second: float,
     amount: int,
     effort: Effort,
     clock: Callable[[], float],
+    *,
+    donates: bool = False,
 ) -> list[float]:
     """Seconds of one step, once a repeat.
 
@@ -232,21 +230,22 @@ def chain_seconds(
         amount: how much a step does.
         effort: how long and how often.
         clock: seconds.
+        donates: a step takes its first input's place.
     """
-    at_best = max(amount, 1) / per_second
+    at_best = max(amount / per_second, effort.launch_seconds)
     inner = max(1, min(effort.most_steps, math.ceil(effort.program_seconds / at_best)))
     count = max(1, min(effort.most_steps, int(effort.chain_seconds / at_best / inner)))
 
-    @jax.jit
-    def program(begin: Array, first: Array, *others: Array) -> Array:
+    @functools.partial(jax.jit, donate_argnums=1 if donates else ())
+    def program(begin: Array, first: Any, *others: Any) -> Any:
         if inner == 1:  # a loop would copy the result
             return step(begin, first, *others)
         return jax.lax.fori_loop(begin, begin + inner, lambda index, x: step(index, x, *others), first)
 
-    def chain(first: Array, *others: Array) -> None:
+    def chain(first: Any, *others: Any) -> None:
         for begin in begins:
             first = program(begin, first, *others)
-        first.block_until_ready()
+        jax.block_until_ready(first)
 
     begins = [jnp.int32(index * inner) for index in range(count)]
     chain(*inputs(jax.random.key(4)))
@@ -260,20 +259,19 @@ def chain_seconds(
 
 
 def figures(timed: Sequence[Timed], yardsticks: Yardsticks, *, is_a100: bool) -> tuple[Result, ...]:
-    """The least percent of the long cases, with a target on an A100 alone; how many cases are wrong or failed."""
+    """Figures of the long cases that are right, with targets on an A100 alone; how many cases are wrong or failed."""
     wrong = [float(not case.right) for case in timed]
     found = [Result("cases_wrong", sum(wrong), "cases", len(timed), (min(wrong), max(wrong)), 0, "==")]
     for kernel, name, target in (
         ("paged_decode", "decode_bandwidth_pct", DECODE_BANDWIDTH),
         ("paged_prefill", "prefill_peak_pct", PREFILL_PEAK),
     ):
-        percents = [
-            case.percent for case in timed if case.kernel == kernel and case.counts and case.percent is not None
-        ]
+        percents = [case.percent for case in timed if case.kernel == kernel and case.counts and case.right]
         if percents:
             aim = (target, ">=") if is_a100 else (None, None)
             ends = min(percents), max(percents)
             found.append(Result(name, min(percents), "%", len(percents), ends, *aim))
+    found += _speedup(timed, is_a100=is_a100)
     errors = [case.error for case in timed if case.error is not None]
     if errors:
         found.append(
@@ -284,3 +282,14 @@ def figures(timed: Sequence[Timed], yardsticks: Yardsticks, *, is_a100: bool) ->
         measured("copy_bandwidth", [rate / 1e9 for rate in yardsticks.bytes_per_second], "GB/s"),
         measured("mma_peak", [rate / 1e12 for rate in yardsticks.flops_per_second], "TFLOP/s"),
     )
+
+
+def _speedup(timed: Sequence[Timed], *, is_a100: bool) -> list[Result]:
+    """How much faster bmq4 is over 64K positions, where both of the pair are right."""
+    seconds = {case.name: case.seconds for case in timed if case.kernel == "paged_decode" and case.right}
+    plain, coded = (seconds.get(case.name) for case in PAIR_64K)
+    if plain is None or coded is None:
+        return []
+    ends = min(plain) / max(coded), max(plain) / min(coded)
+    aim = (BMQ4_SPEEDUP, ">=") if is_a100 else (None, None)
+    return [Result("bmq4_speedup_64k", median(plain) / median(coded), "ratio", len(plain), ends, *aim)]

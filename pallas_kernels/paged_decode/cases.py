@@ -75,3 +75,9 @@ def _quantised(kv_format: str) -> tuple[DecodeCase, ...]:
 
 QUANTISED_CASES = tuple(case for kv_format in FORMATS for case in _quantised(kv_format))
 """Launches over quantised pools. Groups of more than 16 query heads, or 8 of 256 channels, read a history twice."""
+
+PAIR_64K = tuple(
+    DecodeCase(name, models.LLAMA31_8B, (65_536,) * 4, 128, small=False, kv_format=kv_format)
+    for name, kv_format in (("llama-3.1-8b-64k", "bf16"), ("bmq4-llama-3.1-8b-64k", "bmq4"))
+)
+"""One launch over a long context in bf16 and in bmq4, to be timed beside each other."""

@@ -99,12 +99,12 @@ def traffic(case: DecodeCase) -> Bytes:
     merged = vectors + beside + splits * group * (head_dim + 2) * 4  # what the merge reads again, and the result
     return Bytes(
         moved=watch.read_bytes + watch.written_bytes + merged,
-        least=_history_bytes(case, length) + vectors + beside,
+        least=history_bytes(case, length) + vectors + beside,
     )
 
 
-def _history_bytes(case: DecodeCase, length: int) -> int:
-    """Of what a slot's newest token attends to in pages."""
+def history_bytes(case: DecodeCase, length: int) -> int:
+    """Bytes of what the newest token of a slot attends to in pages, for one key/value head, in the pool's format."""
     head_dim, seen = case.heads.head_dim, min(length, case.window - 1) if case.window else length
     if case.kv_format in _BASE_BITS:
         blocks = length // BLOCK - max(length - seen, SINKS) // BLOCK
