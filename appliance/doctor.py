@@ -112,7 +112,7 @@ def _model(config: ApplianceConfig) -> Finding:
     from appliance.model.record import read_record, weights_folder  # noqa: PLC0415 - reads numpy
     from appliance.model.store import StoreError, check_weights  # noqa: PLC0415 - reads jax
     from appliance.planning import plan_for  # noqa: PLC0415 - reads numpy
-    from planner.kv import BASE_BITS  # noqa: PLC0415 - only here
+    from planner.kv import BASE_BITS, energy_shape  # noqa: PLC0415 - only here
 
     reference = config.model.reference
     folder = ModelLibrary(config.home).folder(reference)
@@ -120,13 +120,13 @@ def _model(config: ApplianceConfig) -> Finding:
         return Finding("model", "failed", f"{reference} is not in {folder.parent}", f"zccp models pull {reference}")
     record = read_record(folder)
     plan = plan_for(config, record)
-    form, arch = plan.weight_form, plan.architecture
+    form = plan.weight_form
     if not weights_folder(folder, form).is_dir():
         return Finding("model", "failed", f"{record.name} has no {form} weights", f"zccp convert {reference}")
     try:
         check_weights(weights_folder(folder, form))
         if plan.kv_format in BASE_BITS:
-            read_energy(folder, (arch.layers, arch.kv_heads, arch.head_dim))
+            read_energy(folder, energy_shape(plan.architecture))
     except StoreError as error:
         cause, _, remedy = str(error).rpartition("; ")
         return Finding("model", "failed", cause, remedy)

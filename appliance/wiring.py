@@ -19,7 +19,7 @@ from appliance.planning import plan_for, signing_key_file, store_directory
 from appliance.submission import ModelLimits
 from planner.buckets import Bucket, Phase
 from planner.decoder import QUERY_ENERGY
-from planner.kv import BASE_BITS
+from planner.kv import BASE_BITS, energy_shape
 from planner.pages import PagePool
 from planner.plan import Plan
 from planner.program import Program, empty_state, idle_arguments
@@ -56,8 +56,7 @@ def build_engine(
     announce("restoring weights")
     weights = restore(weights_folder(folder, plan.weight_form), weight_specs(plan.architecture, plan.weight_form))
     if plan.kv_format in BASE_BITS:
-        arch = plan.architecture
-        energy = read_energy(folder, (arch.layers, arch.kv_heads, arch.head_dim))
+        energy = read_energy(folder, energy_shape(plan.architecture))
         weights = {**weights, QUERY_ENERGY: jax.device_put(energy)}
     announce("running every program once")
     state = _run_once(plan, programs, weights)

@@ -8,6 +8,9 @@ import json
 from dataclasses import dataclass
 from importlib import resources
 
+MULTIPROCESSORS = 108
+"""Of the card that launches are sized for; another card runs the same programs less evenly."""
+
 _WARP = 32
 _WARPS_TOGETHER = 4  # warps of a block get registers by schedulers, of which there are four
 _REGISTERS_TOGETHER = 256  # of a warp

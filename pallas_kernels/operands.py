@@ -1,19 +1,23 @@
-"""Operands: small codes inside int32 words as operands of tensor products, inside kernels.
+"""Operands: what tensor products inside kernels take, small codes of int32 words among it, and the products.
 
-Owns the arithmetic. A bf16 number of 128..255 has its whole part in its lowest seven bits: the bits ``0x4300 | code``
+Owns that arithmetic. A bf16 number of 128..255 has its whole part in its lowest seven bits: the bits ``0x4300 | code``
 are ``128 + code``, so that an unsigned code becomes an operand without any conversion, which a GPU does slowly. What
 the product is too large by, ``excess`` times the sum of the other operand, is subtracted once. float32 operands are for
 interpreted tests and have no excess.
 """
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.access import Access
 
+_LEAST_CHANNELS = 16  # of an operand of the tensor cores
 _ONE_AND_ONE = 0x43004300  # the number 128 in bf16, twice
 _BYTE = 0x4B000080  # 2**23 + 128 in float32, whose numbers from 2**23 on have their whole part in their lowest 23 bits
 
@@ -79,3 +83,24 @@ def rounded(x: Float[Array, "*n"], dtype: jnp.dtype) -> tuple[Float[Array, "*n"]
 def _lower_bf16(bits: Int32[Array, "*n"]) -> Float[Array, "*n"]:
     """The lower halves of words as bf16 numbers."""
     return jax.lax.bitcast_convert_type(bits.astype(jnp.int16), jnp.bfloat16)
+
+
+def product(a: Array, b: Array) -> Array:
+    """The matrix product with float32 sums; float32 operands are not cut to TF32."""
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jax.lax.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
+
+
+def sum_of(parts: Sequence[Array]) -> Array:
+    """The sum of arrays."""
+    return functools.reduce(jnp.add, parts)
+
+
+def chunks(count: int, widest: int) -> tuple[int, ...]:
+    """``count`` channels as powers of two from 16 to ``widest``, the largest first; the last may be too large."""
+    found: list[int] = []
+    while (left := count - sum(found)) > 0:
+        power = pl.next_power_of_2(left)
+        fits = power if power - left < max(_LEAST_CHANNELS, power // 4) else power // 2
+        found.append(max(_LEAST_CHANNELS, min(widest, fits)))
+    return tuple(found)

@@ -5,6 +5,8 @@ float32 ``8 D``, bf16 ``4 D``, int8 ``2 D + 4`` (codes, and a word with two bf16
 ``4 (35 D + 72)`` bytes in bmq4 and ``4 (29 D + 72)`` in bmq2.
 """
 
+import math
+
 from pallas_kernels.kv_layout import (
     BITMASK_HEAD_DIMS,
     BLOCK,
@@ -41,9 +43,14 @@ def slot_bytes(kv_format: KvFormat, architecture: ModelArchitecture) -> int:
     return architecture.layers * architecture.kv_heads * recent_bytes(architecture.head_dim)
 
 
+def energy_shape(architecture: ModelArchitecture) -> tuple[int, int, int]:
+    """Shape of the query energies, float32."""
+    return architecture.layers, architecture.kv_heads, architecture.head_dim
+
+
 def energy_bytes(kv_format: KvFormat, architecture: ModelArchitecture) -> int:
     """Bytes of the query energies beside the weights, which bitmask formats need."""
-    return 4 * architecture.layers * architecture.kv_heads * architecture.head_dim if kv_format in BASE_BITS else 0
+    return 4 * math.prod(energy_shape(architecture)) if kv_format in BASE_BITS else 0
 
 
 def bits_per_element(kv_format: KvFormat, head_dim: int) -> float:

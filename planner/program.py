@@ -22,7 +22,7 @@ from planner.batch import NUM_FLOATS, NUM_INTS
 from planner.buckets import Bucket, Phase
 from planner.decoder import QUERY_ENERGY, DeviceState, Numerics, decode_step, prefill_step, set_slot
 from planner.formats import KvFormat
-from planner.kv import BASE_BITS
+from planner.kv import BASE_BITS, energy_shape
 from planner.plan import Plan
 from planner.weights import weight_specs
 
@@ -108,7 +108,7 @@ def weight_shapes(plan: Plan) -> dict[str, jax.ShapeDtypeStruct]:
     specs = weight_specs(arch, plan.weight_form)
     shapes = {name: shape(spec.shape, jnp.dtype(spec.dtype)) for name, spec in specs.items()}
     if plan.kv_format in BASE_BITS:
-        shapes[QUERY_ENERGY] = shape((arch.layers, arch.kv_heads, arch.head_dim), jnp.dtype(jnp.float32))
+        shapes[QUERY_ENERGY] = shape(energy_shape(arch), jnp.dtype(jnp.float32))
     return shapes
 
 

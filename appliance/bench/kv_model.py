@@ -28,12 +28,12 @@ from appliance.model.calibration import calibration_ids
 from appliance.model.codec import Codec
 from appliance.model.energy import read_energy
 from appliance.model.library import ModelLibrary
-from appliance.model.record import ModelRecord, read_record, weights_folder
+from appliance.model.record import read_record, weights_folder
 from appliance.model.store import restore
 from appliance.planning import plan_for
 from pallas_kernels import native
 from planner.decoder import QUERY_ENERGY, Weights
-from planner.kv import bits_per_element, page_bytes, slot_bytes
+from planner.kv import bits_per_element, energy_shape, page_bytes, slot_bytes
 from planner.plan import Plan
 from planner.program import weight_shapes
 from planner.weights import weight_specs
@@ -82,27 +82,24 @@ def measure(
 
 def _loaded(context: BenchContext, config: ApplianceConfig) -> tuple[dict[str, Plan], Weights, Path]:
     """A plan a format, the weights with their query energies, and the model's folder."""
-    form = plan_for(config, _record(context, config)).weight_form
-    converted = convert_model(config.home, config.model.reference, form, calibration_ids, context.progress)
-    record = read_record(converted.folder)
+    folder = ModelLibrary(config.home).ensure(config.model.reference, context.progress)
+    record = read_record(folder)
     if config.context_of(record.context) < CONTEXTS[-1]:
         raise BenchUseError(
             f"{record.name} is served with {config.context_of(record.context)} ids; {CONTEXTS[-1]} are needed"
         )
     plans = {name: plan_for(_for_one(config, name), record) for name in FORMATS}
     plan = plans["float32"]
-    ensure_energy(converted.folder, plan, calibration_ids, context.progress)
+    form = plan.weight_form
+    convert_model(config.home, config.model.reference, form, calibration_ids, context.progress)
+    ensure_energy(folder, plan, calibration_ids, context.progress)
     if plan.implementation == "native":
         native.register(native.compile_library())
     arch = plan.architecture
-    weights: dict[str, jax.Array] = {**restore(weights_folder(converted.folder, form), weight_specs(arch, form))}
-    energy = read_energy(converted.folder, (arch.layers, arch.kv_heads, arch.head_dim))
+    weights: dict[str, jax.Array] = {**restore(weights_folder(folder, form), weight_specs(arch, form))}
+    energy = read_energy(folder, energy_shape(arch))
     weights[QUERY_ENERGY] = jax.device_put(energy)
-    return plans, weights, converted.folder
-
-
-def _record(context: BenchContext, config: ApplianceConfig) -> ModelRecord:
-    return read_record(ModelLibrary(config.home).ensure(config.model.reference, context.progress))
+    return plans, weights, folder
 
 
 def _for_one(config: ApplianceConfig, kv_format: str) -> ApplianceConfig:

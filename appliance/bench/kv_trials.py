@@ -115,9 +115,11 @@ def attention_errors(
     length = len(windows[0])
     forward, compare = _queries(exact), _comparer(exact)
     write_one = {trial.name: _writer(trial) for trial in trials}
-    table = _pool(exact.plan, length)[1]
-    pools: dict[str, Pages] = {trial.name: _pool(trial.plan, length)[0] for trial in trials}
-    tables = {trial.name: _pool(trial.plan, length)[1] for trial in trials}
+    pools: dict[str, Pages] = {}
+    tables: dict[str, jax.Array] = {}
+    for trial in trials:
+        pools[trial.name], tables[trial.name] = _pool(trial.plan, length)
+    table = tables[exact.name]
     sums = {trial.name: np.zeros((2, exact.plan.architecture.layers)) for trial in others}
     for part in _steps(windows):
         q, new = forward(weights, pools[exact.name], table, part.tokens, np.int32(part.start))

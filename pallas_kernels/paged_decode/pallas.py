@@ -16,9 +16,11 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.access import DIRECT, Access
+from pallas_kernels.card import MULTIPROCESSORS
 from pallas_kernels.errors import require
+from pallas_kernels.operands import product
 from pallas_kernels.paged_decode.beside import finished, in_window
-from pallas_kernels.paged_decode.stretches import MULTIPROCESSORS, columns, over_stretches, product
+from pallas_kernels.paged_decode.stretches import columns, over_stretches
 from pallas_kernels.softmax import MASKED, capped
 
 HEAD_DIMS = (8, 16, 32, 64, 80, 96, 128, 256)

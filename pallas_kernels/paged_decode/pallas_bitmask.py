@@ -21,18 +21,15 @@ from pallas_kernels.bits import unpair
 from pallas_kernels.errors import require
 from pallas_kernels.kv_bitmask.rounding import MIDDLE
 from pallas_kernels.kv_layout import BLOCK, HIGH_BITS, SINKS, VALUE_BITS, BitmaskLayout
-from pallas_kernels.operands import CONSTANTS, Unpack, rounded, unpacker
+from pallas_kernels.operands import CONSTANTS, Unpack, chunks, product, rounded, sum_of, unpacker
 from pallas_kernels.paged_decode.beside import finished, in_window
 from pallas_kernels.paged_decode.stretches import (
     FLOOR,
     Shares,
     Softmax,
-    chunks,
     columns,
     over_stretches,
-    product,
     shares,
-    sum_of,
 )
 from pallas_kernels.pages import BitmaskPages, layout_of
 

@@ -17,16 +17,14 @@ from pallas_kernels.access import DIRECT, Access
 from pallas_kernels.bits import unpair
 from pallas_kernels.errors import require
 from pallas_kernels.kv_layout import int8_page_size
-from pallas_kernels.operands import CONSTANTS, rounded, unpacker
+from pallas_kernels.operands import CONSTANTS, chunks, product, rounded, unpacker
 from pallas_kernels.paged_decode.beside import finished, in_window
 from pallas_kernels.paged_decode.stretches import (
     FLOOR,
     Shares,
     Softmax,
-    chunks,
     columns,
     over_stretches,
-    product,
     shares,
 )
 from pallas_kernels.pages import Int8Pages

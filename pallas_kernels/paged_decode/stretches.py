@@ -18,15 +18,12 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from pallas_kernels.access import Access
+from pallas_kernels.card import MULTIPROCESSORS
 from pallas_kernels.softmax import MASKED, Partial
-
-MULTIPROCESSORS = 108
-"""Of the card that the number of stretches is chosen for; another card runs the same program less evenly."""
 
 _FEWEST_ROWS = 8  # query heads that the tensor cores take together
 _MOST_ROWS = 16
 _WIDE = 256  # head dim whose sums leave no registers for more than the fewest
-_LEAST_CHANNELS = 16  # of an operand of the tensor cores
 _SHARE_OF_PARTIALS = 0.04  # of the bytes of a stretch
 
 
@@ -145,16 +142,6 @@ def shares(
     return Shares(rows, positions, min(wanted, max(1, pl.cdiv(context, least * positions))), least)
 
 
-def chunks(count: int, widest: int) -> tuple[int, ...]:
-    """``count`` channels as powers of two from 16 to ``widest``, the largest first; the last may be too large."""
-    found: list[int] = []
-    while (left := count - sum(found)) > 0:
-        power = pl.next_power_of_2(left)
-        fits = power if power - left < max(_LEAST_CHANNELS, power // 4) else power // 2
-        found.append(max(_LEAST_CHANNELS, min(widest, fits)))
-    return tuple(found)
-
-
 FLOOR = -1e20
 """Least peak, so that a masked score weighs nothing even where no other is there; no score is as low."""
 
@@ -183,21 +170,10 @@ class Softmax:
         return higher, jnp.exp2(peak - higher), [jnp.exp2(part - higher[None, :]) for part in scores]
 
 
-def sum_of(parts: Sequence[Array]) -> Array:
-    """The sum of arrays."""
-    return functools.reduce(jnp.add, parts)
-
-
 def columns(chunks: Sequence[int]) -> list[Array]:
     """The channels of each chunk."""
     starts = (sum(chunks[:index]) for index in range(len(chunks)))
     return [start + jnp.arange(size, dtype=jnp.int32) for start, size in zip(starts, chunks, strict=True)]
-
-
-def product(a: Array, b: Array) -> Array:
-    """The matrix product with float32 sums; float32 operands are not cut to TF32."""
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return jax.lax.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
 
 
 def over_stretches(weighted: Array, peak: Array, total: Array, by_stretch: tuple[int, int, int, int]) -> Partial:

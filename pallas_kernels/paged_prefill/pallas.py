@@ -14,6 +14,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.access import DIRECT
+from pallas_kernels.card import MULTIPROCESSORS
 from pallas_kernels.errors import require
 from pallas_kernels.paged_prefill.pieces import (
     Piece,
@@ -32,8 +33,6 @@ from pallas_kernels.paged_prefill.pieces import (
 from pallas_kernels.pages import Pages, kind
 
 LEAST_HEAD_DIM, MOST_HEAD_DIM = 8, 256
-MULTIPROCESSORS = 108
-"""Of the card that the height of tiles is chosen for; another card runs the same program less evenly."""
 
 _LEAST_CHUNK = 16  # channels, of an operand of the tensor cores
 _MOST_CHUNK = 128

@@ -26,8 +26,7 @@ from pallas_kernels.errors import require
 from pallas_kernels.kv_bitmask.rotation import rotation
 from pallas_kernels.kv_bitmask.rounding import MIDDLE
 from pallas_kernels.kv_layout import BLOCK, HIGH_BITS, SINKS, VALUE_BITS, BitmaskLayout
-from pallas_kernels.operands import CONSTANTS, Unpack, rounded, unpacker
-from pallas_kernels.paged_decode.stretches import chunks
+from pallas_kernels.operands import CONSTANTS, Unpack, chunks, product, rounded, sum_of, unpacker
 from pallas_kernels.paged_prefill.pallas import channel_chunks
 from pallas_kernels.paged_prefill.pieces import (
     Channels,
@@ -42,10 +41,8 @@ from pallas_kernels.paged_prefill.pieces import (
     find_queries,
     nothing,
     plan_of,
-    product,
     recent_piece,
     store,
-    sum_of,
     through,
 )
 from pallas_kernels.pages import BitmaskPages, layout_of

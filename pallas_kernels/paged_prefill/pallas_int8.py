@@ -19,8 +19,7 @@ from pallas_kernels.access import DIRECT
 from pallas_kernels.bits import unpair
 from pallas_kernels.errors import require
 from pallas_kernels.kv_layout import int8_page_size
-from pallas_kernels.operands import CONSTANTS, Unpack, rounded, unpacker
-from pallas_kernels.paged_decode.stretches import chunks
+from pallas_kernels.operands import CONSTANTS, Unpack, chunks, product, rounded, sum_of, unpacker
 from pallas_kernels.paged_prefill.pieces import (
     Channels,
     Piece,
@@ -33,9 +32,7 @@ from pallas_kernels.paged_prefill.pieces import (
     find_queries,
     nothing,
     plan_of,
-    product,
     store,
-    sum_of,
     through,
 )
 from pallas_kernels.pages import Int8Pages

@@ -21,6 +21,7 @@ from jaxtyping import Array, Int32
 
 from pallas_kernels.access import DIRECT
 from pallas_kernels.kv_layout import BLOCK, RECENT, SINKS
+from pallas_kernels.operands import product, sum_of
 from pallas_kernels.softmax import MASKED
 
 
@@ -299,20 +300,9 @@ def recent_piece(work: Work, recent_ref: jax.Ref, slots_ref: jax.Ref, layer: Arr
     return Piece(Reach(jnp.minimum(row_of(queries.floor(queries.oldest)), end), None, None, end), lambda _: (), turn)
 
 
-def sum_of(parts: Sequence[Array]) -> Array:
-    """The sum of arrays."""
-    return functools.reduce(jnp.add, parts)
-
-
 def products(a: Sequence[Array], b: Sequence[Array]) -> Array:
     """The products of all rows of ``a`` with all rows of ``b``, both by chunks."""
     return sum_of([product(left, right.T) for left, right in zip(a, b, strict=True)])
-
-
-def product(a: Array, b: Array) -> Array:
-    """The matrix product with float32 sums; float32 operands are not cut to TF32."""
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return jax.lax.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
 
 
 def nothing(queries: int, channels: Sequence[Channels]) -> State:

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from pallas_kernels.errors import ContractError
 from pallas_kernels.kv_layout import BitmaskLayout
 from pallas_kernels.model_shapes import SMOLLM2_135M, HeadShape
-from pallas_kernels.operands import CONSTANTS, Unpack, rounded
+from pallas_kernels.operands import CONSTANTS, Unpack, chunks, rounded
 from pallas_kernels.paged_decode import examine, op, pallas_bitmask, pallas_int8
 from pallas_kernels.paged_decode.cases import QUANTISED_CASES
-from pallas_kernels.paged_decode.stretches import Shares, chunks
+from pallas_kernels.paged_decode.stretches import Shares
 from tests.support.exact import decode_attention
 from tests.support.paged import LAYERS
 from tests.support.quantised import BASE_BITS, FORMATS, SINKS, block_read, block_words, quantised_history
