@@ -113,23 +113,23 @@ def attention_errors(
     """
     exact, *others = trials
     length = len(windows[0])
-    forward, compare = _queries(exact), _comparer(exact)
+    forward, attend = _queries(exact), _attender(exact)
     write_one = {trial.name: _writer(trial) for trial in trials}
     pools: dict[str, Pages] = {}
     tables: dict[str, jax.Array] = {}
     for trial in trials:
         pools[trial.name], tables[trial.name] = _pool(trial.plan, length)
-    table = tables[exact.name]
     sums = {trial.name: np.zeros((2, exact.plan.architecture.layers)) for trial in others}
     for part in _steps(windows):
-        q, new = forward(weights, pools[exact.name], table, part.tokens, np.int32(part.start))
-        for trial in others:
-            if part.start >= FIRST_MEASURED:
-                both = (pools[exact.name], pools[trial.name], table, tables[trial.name])
-                sums[trial.name] += np.asarray(compare(q, new, *both, np.int32(part.start)), np.float64)
+        start = np.int32(part.start)
+        q, new = forward(weights, pools[exact.name], tables[exact.name], part.tokens, start)
+        if start >= FIRST_MEASURED:
+            right = attend(q, new, pools[exact.name], tables[exact.name], start)
+            for trial in others:
+                found = attend(q, new, pools[trial.name], tables[trial.name], start)
+                sums[trial.name] += np.asarray(_squares(found, right), np.float64)
         for trial in trials:
-            pool = pools[trial.name]
-            pools[trial.name] = write_one[trial.name](weights, pool, tables[trial.name], new, np.int32(part.start))
+            pools[trial.name] = write_one[trial.name](weights, pools[trial.name], tables[trial.name], new, start)
         progress(part.start + BLOCK)
     return {name: found[0] / found[1] for name, found in sums.items()}
 
@@ -213,30 +213,26 @@ def _writer(trial: Trial) -> Callable[..., Pages]:
     return step
 
 
-def _comparer(exact: Trial) -> Callable[..., jax.Array]:
-    """(queries, new keys and values, exact pool, pool, tables, start) -> sums of error and of output, [2, layers]."""
+def _attender(exact: Trial) -> Callable[..., jax.Array]:
+    """(queries, new keys and values, pool, table, start) -> attention outputs, float32 [layers, rows, heads, dim]."""
     arch = exact.plan.architecture
-    attend = functools.partial(
+    one_layer = functools.partial(
         paged_prefill, scale=arch.query_scale, softcap=arch.attn_softcap, products="float32", implementation="xla"
     )
 
     @jax.jit
-    def compare(
-        q: jax.Array,
-        new: NewKeyValues,
-        pages: Pages,
-        other: Pages,
-        table: jax.Array,
-        others: jax.Array,
-        start: jax.Array,
-    ) -> jax.Array:
+    def attend(q: jax.Array, new: NewKeyValues, pages: Pages, table: jax.Array, start: jax.Array) -> jax.Array:
         def layer(one: Any) -> jax.Array:
-            data, queries, k, v = one
-            queries, k, v = (part.astype(jnp.float32) for part in (queries, k, v))
-            right = attend(queries, k, v, pages, data.layer, *_rows(table, start), data.window)
-            found = attend(queries, k, v, other, data.layer, *_rows(others, start), data.window)
-            return jnp.stack([jnp.sum((found - right) ** 2), jnp.sum(right**2)])
+            data, *parts = one
+            queries, k, v = (part.astype(jnp.float32) for part in parts)
+            return one_layer(queries, k, v, pages, data.layer, *_rows(table, start), data.window)
 
-        return jax.lax.map(layer, (layer_data(arch), q, new.k, new.v)).T
+        return jax.lax.map(layer, (layer_data(arch), q, new.k, new.v))
 
-    return compare
+    return attend
+
+
+@jax.jit
+def _squares(found: jax.Array, right: jax.Array) -> jax.Array:
+    """Sums of squared error and of squared output by layer, [2, layers]."""
+    return jnp.stack([jnp.sum((found - right) ** 2, axis=(1, 2, 3)), jnp.sum(right**2, axis=(1, 2, 3))])
