@@ -6,8 +6,8 @@ Owns the two enumerations that appear in every program key and the names of the 
 from enum import StrEnum
 from typing import Literal
 
-Implementation = Literal["reference", "xla", "native"]
-"""Code path of the ops; a plan takes one of the last two."""
+Implementation = Literal["reference", "xla", "native", "pallas"]
+"""Code path of the ops; a plan takes one of the last three."""
 
 
 class KvFormat(StrEnum):

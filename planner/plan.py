@@ -6,8 +6,9 @@ jax and never looks at the machine: what it needs to know of memory comes in as 
 
 import hashlib
 import json
+import math
 from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pallas_kernels.platform import NATIVE_FEATURES
@@ -15,9 +16,13 @@ from planner import kv
 from planner.architecture import ModelArchitecture
 from planner.buckets import Bucket, Lattice, Phase
 from planner.formats import Implementation, KvFormat, WeightForm
+from planner.target import Target, find_target
 
 PAGE_SIZES = (16, 32, 64, 128, 256, 512)
-IMPLEMENTATIONS = ("xla", "native")
+IMPLEMENTATIONS = {"cpu": ("xla", "native"), "cuda": ("pallas",)}
+"""Code paths of a platform."""
+
+_CODE_PATHS: dict[str, Implementation] = {"xla": "xla", "native": "native", "pallas": "pallas"}
 _SMALLEST_CHUNK = 32
 _SMALLEST_DECODE = 1
 
@@ -30,8 +35,11 @@ class PlanError(ValueError):
 class Plan:
     """What a node serves and with which static shapes. Lengths in tokens, ``prefill_budget`` in ids a step.
 
-    ``implementation`` is the code path of the ops: ``xla`` runs anywhere, ``native`` needs AVX512-VNNI. Attention over
-    bf16 pages always goes through XLA.
+    ``implementation`` is the code path of the ops: ``xla`` runs on any CPU, ``native`` needs AVX512-VNNI and takes
+    attention over bf16 pages through XLA; ``pallas`` is that of GPUs, where linear layers go through XLA and everything
+    that touches pages or samples through Triton. Weights are cut over all ``devices``; the pages of a context lie on
+    ``context_devices`` of them, and its key/value heads are cut over the rest. ``num_pages`` counts those of all
+    context devices, each of which has the same number.
     """
 
     architecture: ModelArchitecture
@@ -46,16 +54,28 @@ class Plan:
     prefill_budget: int
     implementation: Implementation = "xla"
     devices: int = 1
+    context_devices: int = 1
+
+    @property
+    def model_devices(self) -> int:
+        """Devices that the key/value heads of a page are cut over."""
+        return self.devices // self.context_devices
+
+    @property
+    def served(self) -> ModelArchitecture:
+        """The model as it is computed: its key/value heads are repeated where devices outnumber them."""
+        return repeat_heads(self.architecture, self.devices)
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page over all layers."""
-        return kv.page_bytes(self.kv_format, self.architecture, self.page_size)
+        """Bytes of one page over all layers, on one of the devices that its heads are cut over."""
+        return kv.page_bytes(self.kv_format, self.served, self.page_size) // self.model_devices
 
     @property
     def attention(self) -> Implementation:
         """The code path of the ops that touch pages."""
-        return self.implementation if self.kv_format is not KvFormat.BF16 else "xla"
+        through_xla = self.implementation == "native" and self.kv_format is KvFormat.BF16
+        return "xla" if through_xla else self.implementation
 
     @property
     def table_width(self) -> int:
@@ -107,6 +127,8 @@ def make_plan(
     page_size: int,
     kv_bytes: int,
     implementation: str,
+    devices: int = 1,
+    context_devices: int = 1,
 ) -> Plan:
     """Choose the page count and the lattice.
 
@@ -120,11 +142,14 @@ def make_plan(
         prefill_chunk: most prompt ids a step.
         prefill_slots: most prompt chunks a step.
         page_size: token positions a page.
-        kv_bytes: bytes for the page pool; 0 = room for every slot at full context, at most.
+        kv_bytes: bytes for the page pool of one device; 0 = room for every slot at full context, at most.
         implementation: code path of every op.
+        devices: devices that weights are cut over.
+        context_devices: devices that the pages of a context are spread over; a divisor of ``devices``.
 
     Raises:
         PlanError: a setting is out of range, or the pool would not hold one sequence.
+        UnknownTargetError: there is no target of that name.
     """
     context = context or architecture.context
     if not 1 <= context <= architecture.context:
@@ -135,27 +160,28 @@ def make_plan(
         raise PlanError(f"page_size {page_size} is not one of {PAGE_SIZES}")
     if fault := kv.fault(kv_format, architecture, page_size):
         raise PlanError(fault)
-    if implementation not in IMPLEMENTATIONS:
-        raise PlanError(f"implementation {implementation!r} is not one of {IMPLEMENTATIONS}")
-    if implementation == "native" and not _native_attention_takes(architecture, kv_format):
-        raise PlanError(
-            f"implementation native needs a head_dim that 16 divides, this model has {architecture.head_dim}: "
-            "use implementation xla"
-        )
+    if fault := (
+        _target_fault(find_target(target), weight_form, kv_format, implementation, devices)
+        or _device_fault(architecture, devices, context_devices)
+        or _native_fault(architecture, kv_format, implementation)
+    ):
+        raise PlanError(fault)
     if not 1 <= slots <= 1024:
         raise PlanError(f"slots {slots} is outside 1..1024")
     if not _SMALLEST_CHUNK <= prefill_chunk <= 8192 or prefill_chunk % 16:
         raise PlanError(f"prefill_chunk {prefill_chunk} must be a multiple of 16 in {_SMALLEST_CHUNK}..8192")
     if not 1 <= prefill_slots <= prefill_chunk:
         raise PlanError(f"prefill_slots {prefill_slots} is outside 1..{prefill_chunk}, the prefill chunk")
-    page_bytes = kv.page_bytes(kv_format, architecture, page_size)
+    served = repeat_heads(architecture, devices)
+    page_bytes = kv.page_bytes(kv_format, served, page_size) * context_devices // devices
     width = -(-context // page_size)
-    num_pages = kv_bytes // page_bytes if kv_bytes else slots * width
-    if num_pages < width:
+    on_one, needed = kv_bytes // page_bytes if kv_bytes else slots * width, -(-width // context_devices)
+    if on_one < needed:
         raise PlanError(
-            f"a page pool of {kv_bytes} bytes holds {num_pages} pages of {page_bytes} bytes; one sequence of {context} "
-            f"tokens needs {width}: raise the pool to {width * page_bytes} bytes or lower the context"
+            f"a page pool of {kv_bytes} bytes holds {on_one} pages of {page_bytes} bytes; one sequence of {context} "
+            f"tokens needs {needed}: raise the pool to {needed * page_bytes} bytes or lower the context"
         )
+    num_pages = min(on_one, slots * needed) * context_devices
     return Plan(
         architecture=architecture,
         target=target,
@@ -163,7 +189,7 @@ def make_plan(
         kv_format=kv_format,
         context=context,
         page_size=page_size,
-        num_pages=min(num_pages, slots * width),
+        num_pages=num_pages,
         slots=slots,
         lattice=Lattice(
             decode_slots=_doublings(_SMALLEST_DECODE, slots, 2),
@@ -172,14 +198,25 @@ def make_plan(
             widths=(width,),
         ),
         prefill_budget=prefill_chunk,
-        implementation="native" if implementation == "native" else "xla",
+        implementation=_CODE_PATHS[implementation],
+        devices=devices,
+        context_devices=context_devices,
     )
+
+
+def repeat_heads(architecture: ModelArchitecture, devices: int) -> ModelArchitecture:
+    """The same function with its key/value heads repeated until devices can share them evenly.
+
+    Head h of the result is head ``h // repeats`` of the model; query heads stay as they are.
+    """
+    heads = math.lcm(architecture.kv_heads, devices)
+    return architecture if heads == architecture.kv_heads else replace(architecture, kv_heads=heads)
 
 
 def default_implementation(
     architecture: ModelArchitecture, target: str, kv_format: KvFormat, cpu_features: Collection[str]
 ) -> Implementation:
-    """The fastest code path for a target: ``native`` on a CPU that has what it needs, else ``xla``.
+    """The fastest code path: ``pallas`` on a GPU, ``native`` on a CPU that has what it needs, else ``xla``.
 
     Args:
         architecture: the model.
@@ -187,8 +224,50 @@ def default_implementation(
         kv_format: how pages hold keys and values.
         cpu_features: instruction sets of the host that will serve.
     """
+    if find_target(target).platform == "cuda":
+        return "pallas"
     able = target == "cpu_native" and _native_attention_takes(architecture, kv_format)
     return "native" if able and set(cpu_features) >= NATIVE_FEATURES else "xla"
+
+
+def _target_fault(
+    target: Target, weight_form: WeightForm, kv_format: KvFormat, implementation: str, devices: int
+) -> str:
+    """Why a target cannot take a plan; empty if it can."""
+    possible = IMPLEMENTATIONS[target.platform]
+    if implementation not in possible:
+        return f"implementation {implementation!r} is not one of {possible}, those of target {target.name}"
+    if not 1 <= devices <= target.max_devices:
+        return f"devices {devices} is outside 1..{target.max_devices}, those of a host with target {target.name}"
+    if target.platform == "cuda" and kv_format is KvFormat.FLOAT32:
+        return f"kv_format float32 is never built for a GPU such as {target.name}: use bf16"
+    if target.platform == "cuda" and weight_form is not WeightForm.BF16:
+        return f"weight_form {weight_form} is not built for a GPU such as {target.name}: use bf16"
+    return ""
+
+
+def _device_fault(architecture: ModelArchitecture, devices: int, context_devices: int) -> str:
+    """Why a model cannot be cut over devices; empty if it can."""
+    if not 1 <= context_devices <= devices or devices % context_devices:
+        return f"context_devices {context_devices} is no divisor of devices {devices}"
+    if context_devices > 1 and any(architecture.windows):
+        return (
+            f"context_devices {context_devices}: a model with sliding windows is not spread by positions; "
+            "use context_devices 1, which cuts it by heads"
+        )
+    for name in ("q_heads", "ffw", "vocab"):
+        if getattr(architecture, name) % devices:
+            return f"devices {devices} do not divide the model's {name} {getattr(architecture, name)}: use fewer"
+    return ""
+
+
+def _native_fault(architecture: ModelArchitecture, kv_format: KvFormat, implementation: str) -> str:
+    if implementation == "native" and not _native_attention_takes(architecture, kv_format):
+        return (
+            f"implementation native needs a head_dim that 16 divides, this model has {architecture.head_dim}: "
+            "use implementation xla"
+        )
+    return ""
 
 
 def _native_attention_takes(architecture: ModelArchitecture, kv_format: KvFormat) -> bool:

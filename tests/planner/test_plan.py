@@ -117,6 +117,56 @@ def test_what_cannot_be_planned(changes, message):
         plan_of(**changes)
 
 
+GPU = {
+    "target": "a100_sxm_80", "weight_form": WeightForm.BF16, "kv_format": KvFormat.BF16, "implementation": "pallas",
+    "architecture": replace(ARCHITECTURE, q_heads=16, kv_heads=8, ffw=1536, context=131072), "context": 0,
+}  # fmt: skip
+
+
+def test_heads_of_a_page_are_cut_over_model_devices_and_pages_spread_over_context_devices():
+    page = 64 * 2 * 30 * 8 * 64 * 2
+    one = plan_of(**GPU, kv_bytes=3000 * page)
+    assert (one.implementation, one.attention, one.page_bytes, one.num_pages) == ("pallas", "pallas", page, 3000)
+    four = plan_of(**GPU, kv_bytes=3000 * page, devices=4)
+    assert (four.model_devices, four.page_bytes, four.num_pages) == (4, page // 4, 12_000)
+    spread = plan_of(**GPU, kv_bytes=3001 * page, devices=4, context_devices=4)
+    assert (spread.model_devices, spread.page_bytes, spread.num_pages) == (1, page, 12_004)
+    both = plan_of(**GPU, kv_bytes=1025 * page // 2, devices=4, context_devices=2)
+    assert (both.model_devices, both.page_bytes, both.num_pages) == (2, page // 2, 2050)
+    assert Plan.from_json(both.to_json()) == both
+
+
+def test_more_devices_than_heads_repeat_them():
+    few = replace(GPU["architecture"], kv_heads=2)
+    plan = plan_of(**{**GPU, "architecture": few}, devices=8)
+    assert (plan.architecture.kv_heads, plan.served.kv_heads, plan.served.q_heads) == (2, 8, 16)
+    assert plan.page_bytes == 64 * 2 * 30 * 64 * 2
+    assert plan_of(**{**GPU, "architecture": few}, devices=2).served == few
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kv_format": KvFormat.FLOAT32}, "kv_format float32 is never built for a GPU such as a100_sxm_80: use bf16"),
+        ({"weight_form": WeightForm.INT8}, "weight_form int8 is not built for a GPU such as a100_sxm_80: use bf16"),
+        ({"weight_form": WeightForm.FLOAT32}, "weight_form float32 is not built for a GPU"),
+        ({"implementation": "xla"}, r"implementation 'xla' is not one of \('pallas',\), those of target a100_sxm_80"),
+        ({"devices": 9}, r"devices 9 is outside 1\.\.8, those of a host with target a100_sxm_80"),
+        ({"devices": 0}, r"devices 0 is outside 1\.\.8"),
+        ({"devices": 4, "context_devices": 3}, "context_devices 3 is no divisor of devices 4"),
+        ({"context_devices": 2}, "context_devices 2 is no divisor of devices 1"),
+        ({"devices": 3}, "devices 3 do not divide the model's q_heads 16: use fewer"),
+        (
+            {"devices": 2, "context_devices": 2, "architecture": replace(GPU["architecture"], windows=(64,) * 30)},
+            "context_devices 2: a model with sliding windows is not spread by positions; use context_devices 1",
+        ),
+    ],
+)
+def test_what_devices_cannot_take(changes, message):
+    with pytest.raises(PlanError, match=message):
+        plan_of(**{**GPU, **changes})
+
+
 def test_json_and_back():
     plan = plan_of(architecture=replace(ARCHITECTURE, windows=(64,) * 30))
     text = json.dumps(plan.to_json())
@@ -161,6 +211,7 @@ def test_the_default_code_path():
     assert chosen() == "native"
     assert chosen(features={*NATIVE_FEATURES, "amx_int8"}) == "native"
     assert chosen(features=set(NATIVE_FEATURES) - {"avx512_vnni"}) == "xla"
+    assert chosen(target="a100_sxm_80") == chosen(target="a100_sxm_80", features=()) == "pallas"
     assert chosen(target="cpu_x86_64_v3") == chosen(head_dim=72) == "xla"
     assert {chosen(kv_format=kv_format) for kv_format in KvFormat} == {"native"}
     assert plan_of(implementation="native").attention == "native"

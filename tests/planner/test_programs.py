@@ -16,7 +16,7 @@ from planner.formats import KvFormat, WeightForm
 from planner.memory import memory_plan
 from planner.plan import make_plan
 from planner.program import empty_state, host_shapes, idle_arguments, state_shapes, weight_shapes
-from planner.target import Target, TargetHostError, UnknownTargetError, find_target, target_names
+from planner.target import Target, TargetHostError
 from planner.weights import weight_specs
 
 PHASES = (Phase.DECODE, Phase.PREFILL, Phase.SET_SLOT)
@@ -103,14 +103,6 @@ def test_every_combination_traces_and_returns_the_state_it_took(built_store, kv_
         assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype.name), out) == Sampled(
             ((rows,), "int32"), ((rows,), "float32"), ((rows, top), "int32"), ((rows, top), "float32")
         )
-
-
-def test_targets():
-    assert target_names() == ("cpu_native", "cpu_x86_64_v3")
-    assert find_target("cpu_native").features == ()
-    assert "avx2" in find_target("cpu_x86_64_v3").features
-    with pytest.raises(UnknownTargetError, match="target 'cpu' is unknown; targets: cpu_native, cpu_x86_64_v3"):
-        find_target("cpu")
 
 
 def test_a_process_that_would_exceed_the_target_is_refused(monkeypatch):
