@@ -25,10 +25,11 @@ class UnknownCardError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """One GPU; sizes in bytes, ``clock_ghz`` in GHz."""
+    """One GPU; sizes in bytes, ``clock_ghz`` in GHz. ``source`` says where the numbers come from."""
 
     name: str
     description: str
+    source: str
     compute_capability: tuple[int, int]
     multiprocessors: int
     registers_per_multiprocessor: int
@@ -44,8 +45,8 @@ class Card:
 
     @property
     def architecture(self) -> str:
-        """The name that the assembler knows, as ``sm_80``."""
-        return "sm_{}{}".format(*self.compute_capability)
+        """The name that the assembler knows, as ``sm_80``; from 9.0 on with the instructions of that chip alone."""
+        return "sm_{}{}{}".format(*self.compute_capability, "a" if self.compute_capability >= (9, 0) else "")
 
     def blocks(self, *, registers: int, threads: int, shared_bytes: int) -> int:
         """How many blocks run on one multiprocessor at once.

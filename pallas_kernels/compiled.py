@@ -152,7 +152,7 @@ def _read(card: Card, kernel: str, folder: Path) -> KernelCode:
         threads=threads,
         grid=(x, y, z),
         blocks=card.blocks(registers=registers, threads=threads, shared_bytes=shared_bytes),
-        tensor_products=code.count("mma.sync"),
+        tensor_products=code.count("mma.sync") + code.count("wgmma.mma_async"),
         async_copies=len(re.findall(r"cp\.async\.c[ag]\.", code)),
     )
 
