@@ -16,6 +16,7 @@ from planner import kv
 from planner.architecture import ModelArchitecture
 from planner.buckets import Bucket, Lattice, Phase
 from planner.formats import Implementation, KvFormat, WeightForm
+from planner.pages import SHARD_LEN, fullest
 from planner.target import Target, find_target
 
 PAGE_SIZES = (16, 32, 64, 128, 256, 512)
@@ -55,11 +56,18 @@ class Plan:
     implementation: Implementation = "xla"
     devices: int = 1
     context_devices: int = 1
+    shard_len: int = SHARD_LEN
+    """Positions that lie on one context device before the next one has its turn."""
 
     @property
     def model_devices(self) -> int:
         """Devices that the key/value heads of a page are cut over."""
         return self.devices // self.context_devices
+
+    @property
+    def shard_pages(self) -> int:
+        """Pages of a shard."""
+        return self.shard_len // self.page_size
 
     @property
     def served(self) -> ModelArchitecture:
@@ -129,6 +137,7 @@ def make_plan(
     implementation: str,
     devices: int = 1,
     context_devices: int = 1,
+    shard_len: int = SHARD_LEN,
 ) -> Plan:
     """Choose the page count and the lattice.
 
@@ -146,6 +155,7 @@ def make_plan(
         implementation: code path of every op.
         devices: devices that weights are cut over.
         context_devices: devices that the pages of a context are spread over; a divisor of ``devices``.
+        shard_len: positions of a shard, whole pages.
 
     Raises:
         PlanError: a setting is out of range, or the pool would not hold one sequence.
@@ -158,10 +168,11 @@ def make_plan(
         )
     if page_size not in PAGE_SIZES:
         raise PlanError(f"page_size {page_size} is not one of {PAGE_SIZES}")
-    if fault := kv.fault(kv_format, architecture, page_size):
-        raise PlanError(fault)
+    if shard_len <= 0 or shard_len % page_size:
+        raise PlanError(f"shard_len {shard_len} is no multiple of page_size {page_size}: shards are whole pages")
     if fault := (
-        _target_fault(find_target(target), weight_form, kv_format, implementation, devices)
+        kv.fault(kv_format, architecture, page_size)
+        or _target_fault(find_target(target), weight_form, kv_format, implementation, devices)
         or _device_fault(architecture, devices, context_devices)
         or _native_fault(architecture, kv_format, implementation)
     ):
@@ -175,7 +186,8 @@ def make_plan(
     served = repeat_heads(architecture, devices)
     page_bytes = kv.page_bytes(kv_format, served, page_size) * context_devices // devices
     width = -(-context // page_size)
-    on_one, needed = kv_bytes // page_bytes if kv_bytes else slots * width, -(-width // context_devices)
+    needed = fullest(width, shard_len // page_size, context_devices)
+    on_one = kv_bytes // page_bytes if kv_bytes else slots * needed
     if on_one < needed:
         raise PlanError(
             f"a page pool of {kv_bytes} bytes holds {on_one} pages of {page_bytes} bytes; one sequence of {context} "
@@ -201,6 +213,7 @@ def make_plan(
         implementation=_CODE_PATHS[implementation],
         devices=devices,
         context_devices=context_devices,
+        shard_len=shard_len,
     )
 
 
