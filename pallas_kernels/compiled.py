@@ -4,6 +4,7 @@ Owns the deviceless compilation and the reading of the compiler's own reports. N
 kernel, and says nothing about time.
 """
 
+import functools
 import importlib.util
 import re
 import subprocess
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import jax
 from jax.experimental import topologies
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import SingleDeviceSharding
 
 from pallas_kernels.card import Card
 
@@ -120,13 +121,27 @@ def program_memory(card: Card, function: Callable[..., object], *shapes: Shapes)
     return ProgramMemory(analysis.alias_size_in_bytes, analysis.temp_size_in_bytes)
 
 
-def _lowered(card: Card, function: jax.stages.Wrapped, shapes: tuple[Shapes, ...]) -> jax.stages.Lowered:
+def card_devices(card: Card, count: int) -> tuple[jax.Device, ...]:
+    """Cards of one host, which need not be present, to compile for.
+
+    Raises:
+        CompileError: a package is missing.
+    """
     if lacking := missing():
         raise CompileError(lacking)
+    return _devices(card, count)
+
+
+@functools.cache
+def _devices(card: Card, count: int) -> tuple[jax.Device, ...]:
     topology = topologies.get_topology_desc(
-        platform="cuda", topology_name="", target_config=card.target_config(), topology="1x1x1"
+        platform="cuda", topology_name="", target_config=card.target_config(), topology=f"1x1x{count}"
     )
-    placed = NamedSharding(topologies.make_mesh(topology, (1,), ("card",)), PartitionSpec())
+    return tuple(topology.devices)
+
+
+def _lowered(card: Card, function: jax.stages.Wrapped, shapes: tuple[Shapes, ...]) -> jax.stages.Lowered:
+    placed = SingleDeviceSharding(card_devices(card, 1)[0])
     arguments = jax.tree.map(lambda part: jax.ShapeDtypeStruct(part.shape, part.dtype, sharding=placed), shapes)
     return function.lower(*arguments)
 

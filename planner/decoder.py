@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.linear.op import Gate, Int8Weight, Products, gated_linear, linear
+from pallas_kernels.linear.op import Implementation as LinearImplementation
 from pallas_kernels.page_write.op import page_write
 from pallas_kernels.paged_decode.op import paged_decode
 from pallas_kernels.paged_prefill.op import Products as AttentionProducts
@@ -28,6 +29,7 @@ from planner.architecture import Activation, ModelArchitecture
 from planner.batch import NUM_INTS, NUM_SUPPRESSED, NUM_TOP_LOGPROBS
 from planner.formats import Implementation, WeightForm
 from planner.rope import rotary_tables, rotate
+from planner.sharding import ONE, Spread
 
 Weights = Mapping[str, Array]
 """The weight tree by name, as ``planner.weights`` specifies it."""
@@ -48,15 +50,17 @@ _OUTSIDE_LAYERS = ("embed", "final_norm", "head", "head.codes", "head.scale", QU
 class Numerics:
     """How the arithmetic of a program is done.
 
-    ``implementation`` names the code path of products and sampling, ``attention`` of what touches pages. Attention
-    products of a prefill are in bf16 unless the weights are float32. int8 weights take activations in two int8 planes
-    in decode and in the head, and in a prefill as PREFILL_PRODUCTS says. Everything between products is float32, or
-    bf16 for bf16 weights.
+    ``linear`` names the code path of products with weights, ``attention`` of what touches pages, ``sampling`` of the
+    choice of ids; ``spread`` says which devices share the work. Attention products of a prefill are in bf16 unless the
+    weights are float32. int8 weights take activations in two int8 planes in decode and in the head, and in a prefill as
+    PREFILL_PRODUCTS says. Everything between products is float32, or bf16 for bf16 weights.
     """
 
     form: WeightForm
-    implementation: Implementation
+    linear: LinearImplementation
     attention: Implementation
+    sampling: Implementation = "xla"
+    spread: Spread = ONE
 
     @property
     def residual_dtype(self) -> jnp.dtype:
@@ -154,7 +158,7 @@ class Layer(nn.Module):
             wide = x.astype(jnp.float32)
             self.sow("gram", name, wide.T @ wide, init_fn=tuple, reduce_fn=_newest)
         products = "planes" if isinstance(context, DecodeContext) else PREFILL_PRODUCTS[name]
-        weight, implementation = self._weight(name, data.layer), self.numerics.implementation
+        weight, implementation = self._weight(name, data.layer), self.numerics.linear
         if gate:
             return gated_linear(x, weight, gate=gate, products=products, implementation=implementation).astype(x.dtype)
         return linear(x, weight, products=products, implementation=implementation).astype(x.dtype)
@@ -285,7 +289,7 @@ def logits_of(
         head = Int8Weight(weights["head.codes"][None], weights["head.scale"][None], jnp.int32(0))
     else:
         head = weights["head"] if "head" in weights else weights["embed"].T
-    logits = linear(x, head, implementation=numerics.implementation).astype(jnp.float32)
+    logits = linear(x, head, implementation=numerics.linear).astype(jnp.float32)
     cap = architecture.logit_softcap
     return cap * jnp.tanh(logits / cap) if cap else logits
 
@@ -385,7 +389,7 @@ def _sample(
     )
     out = sample(
         logits, rows, state.counts, state.bias, num_top=min(NUM_TOP_LOGPROBS, logits.shape[1]),
-        implementation=numerics.implementation,
+        implementation=numerics.sampling,
     )  # fmt: skip
     # rows that sample nothing write outside, where the write is dropped
     target = jnp.where(ints[:, batch.Int.SAMPLE] > 0, ints[:, batch.Int.SLOT], num_slots)

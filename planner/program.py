@@ -1,19 +1,24 @@
 """Program: one compiled executable with its bucket and cost; and how programs are lowered, saved and loaded.
 
-Owns the argument shapes of every phase. A program takes arrays of exactly these shapes and refuses all others; nothing
-is ever compiled by calling one.
+Owns the argument shapes of every phase and where arguments lie. A program takes arrays of exactly these shapes and
+refuses all others; nothing is ever compiled by calling one. Programs for a CPU are compiled on a host with such CPUs,
+programs for a GPU by a compiler that needs none.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 from jax.experimental import serialize_executable
+from jax.sharding import PartitionSpec
 
+from pallas_kernels.card import find_card
+from pallas_kernels.compiled import card_devices
 from pallas_kernels.kv_layout import BLOCK, RECENT, BitmaskLayout, int8_page_words
 from pallas_kernels.pages import BitmaskPages, Int8Pages, Pages
 from pallas_kernels.sample.op import Sampled
@@ -24,15 +29,26 @@ from planner.decoder import QUERY_ENERGY, DeviceState, Numerics, decode_step, pr
 from planner.formats import KvFormat
 from planner.kv import BASE_BITS, energy_shape
 from planner.plan import Plan
+from planner.sharding import (
+    ENERGY_AXES,
+    DevicesError,
+    Placement,
+    over_mesh,
+    part_of,
+    pool_axes,
+    spec_of,
+    spread_of,
+)
+from planner.target import find_target
 from planner.weights import weight_specs
 
-_BF16 = jnp.uint16  # its bits, see pallas_kernels.pages: every target is a CPU
-_FLOAT_DTYPES = {KvFormat.FLOAT32: jnp.float32, KvFormat.BF16: _BF16}
+BF16_BITS = jnp.uint16
+"""How pools for a CPU hold bf16 numbers; see ``pallas_kernels.pages``."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramCost:
-    """XLA's own figures of a program, in bytes, and its number of argument arrays."""
+    """XLA's own figures of a program, in bytes of one device, and its number of argument arrays."""
 
     argument_bytes: int
     output_bytes: int
@@ -60,12 +76,12 @@ class Program:
 
 
 def state_shapes(plan: Plan) -> DeviceState:
-    """Shapes of what lives on the device between steps."""
-    arch = plan.architecture
+    """Shapes of what lives on the devices between steps, of all devices together."""
+    arch, bf16 = plan.served, BF16_BITS if _for_cpu(plan) else jnp.bfloat16
     shape = jax.ShapeDtypeStruct
     return DeviceState._make(
         (
-            pool_shapes(plan.kv_format, arch, plan.num_pages, plan.page_size, plan.slots),
+            pool_shapes(plan.kv_format, arch, plan.num_pages, plan.page_size, plan.slots, bf16=bf16),
             shape((plan.slots,), jnp.int32),
             shape((plan.slots, arch.vocab), jnp.int32),
             shape((plan.slots, arch.vocab), jnp.float32),
@@ -74,37 +90,49 @@ def state_shapes(plan: Plan) -> DeviceState:
 
 
 def empty_state(plan: Plan) -> DeviceState:
-    """A fresh device state: no keys and values, no ids. Allocates, compiles nothing."""
-    return _zeros(state_shapes(plan))
+    """A fresh state on the devices of this process: no keys and values, no ids. Allocates, compiles nothing.
+
+    Raises:
+        DevicesError: there are fewer devices than the plan has.
+    """
+    placement = Placement.of(plan, serving_devices(plan))
+    return jax.tree.map(
+        lambda leaf, spec: jax.device_put(np.zeros(leaf.shape, leaf.dtype), placement.sharding(spec)),
+        state_shapes(plan),
+        state_specs(plan),
+    )
 
 
 def pool_shapes(
-    kv_format: KvFormat, architecture: ModelArchitecture, num_pages: int, page_size: int, slots: int
+    kv_format: KvFormat,
+    architecture: ModelArchitecture,
+    num_pages: int,
+    page_size: int,
+    slots: int,
+    *,
+    bf16: npt.DTypeLike = BF16_BITS,
 ) -> BitmaskPages | Int8Pages | jax.ShapeDtypeStruct:
-    """Shapes of a page pool, in the structure that the ops take."""
+    """Shapes of a page pool, in the structure that the ops take; ``bf16`` is what holds bf16 numbers."""
     shape = jax.ShapeDtypeStruct
     pool, head_dim = (architecture.layers, num_pages, architecture.kv_heads), architecture.head_dim
     if kv_format in BASE_BITS:
         words = (*pool, page_size // BLOCK, BitmaskLayout(head_dim, BASE_BITS[kv_format]).words)
         recent = (architecture.layers, slots, architecture.kv_heads, 2, RECENT, head_dim)
-        return BitmaskPages._make((shape(words, jnp.int32), shape(recent, _BF16)))
+        return BitmaskPages._make((shape(words, jnp.int32), shape(recent, bf16)))
     if kv_format is KvFormat.INT8:
         return Int8Pages._make((shape((*pool, int8_page_words(page_size, head_dim)), jnp.int32),))
-    return shape((*pool, 2, page_size, head_dim), _FLOAT_DTYPES[kv_format])
+    return shape((*pool, 2, page_size, head_dim), jnp.float32 if kv_format is KvFormat.FLOAT32 else bf16)
 
 
 def empty_pool(plan: Plan, num_pages: int, slots: int) -> Pages:
-    """A page pool of a plan's format without keys and values."""
-    return _zeros(pool_shapes(plan.kv_format, plan.architecture, num_pages, plan.page_size, slots))
-
-
-def _zeros(shapes: Any) -> Any:
+    """A page pool of a plan's format without keys and values, on one CPU device."""
+    shapes = pool_shapes(plan.kv_format, plan.architecture, num_pages, plan.page_size, slots)
     return jax.tree.map(lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype)), shapes)
 
 
 def weight_shapes(plan: Plan) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes of the weight tree, with the query energies where the format of keys and values needs them."""
-    arch, shape = plan.architecture, jax.ShapeDtypeStruct
+    arch, shape = plan.served, jax.ShapeDtypeStruct
     specs = weight_specs(arch, plan.weight_form)
     shapes = {name: shape(spec.shape, jnp.dtype(spec.dtype)) for name, spec in specs.items()}
     if plan.kv_format in BASE_BITS:
@@ -112,8 +140,23 @@ def weight_shapes(plan: Plan) -> dict[str, jax.ShapeDtypeStruct]:
     return shapes
 
 
+def state_specs(plan: Plan) -> DeviceState:
+    """How the state is cut over devices: its pool by pages and heads, everything else not at all."""
+    pool = jax.tree.structure(state_shapes(plan).pages)
+    pages = jax.tree.unflatten(pool, [spec_of(axes) for axes in pool_axes(plan.kv_format)])
+    return DeviceState._make((pages, *[PartitionSpec()] * 3))
+
+
+def placed_weight_specs(plan: Plan) -> dict[str, PartitionSpec]:
+    """How the arrays of ``weight_shapes`` are cut over devices."""
+    found = {name: spec_of(spec.axes) for name, spec in weight_specs(plan.served, plan.weight_form).items()}
+    if plan.kv_format in BASE_BITS:
+        found[QUERY_ENERGY] = spec_of(ENERGY_AXES)
+    return found
+
+
 def host_shapes(bucket: Bucket, vocab: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Shapes of the arrays that the host gives a program."""
+    """Shapes of the arrays that the host gives a program; every device gets all of them."""
     shape = jax.ShapeDtypeStruct
     if bucket.phase is Phase.SET_SLOT:
         return shape((), jnp.int32), shape((vocab,), jnp.int32), shape((vocab,), jnp.float32)
@@ -126,28 +169,82 @@ def host_shapes(bucket: Bucket, vocab: int) -> tuple[jax.ShapeDtypeStruct, ...]:
 
 def numerics_of(plan: Plan) -> Numerics:
     """How a plan's programs do their arithmetic."""
-    return Numerics(plan.weight_form, plan.implementation, plan.attention)
+    on_gpu = plan.implementation == "pallas"
+    linear = "xla" if plan.implementation == "pallas" else plan.implementation
+    return Numerics(plan.weight_form, linear, plan.attention, "pallas" if on_gpu else "xla", spread_of(plan))
 
 
-def _function(plan: Plan, bucket: Bucket) -> tuple[Callable[..., Any], tuple[Any, ...], int]:
-    """What a bucket computes, its argument shapes, and the index of the donated state."""
-    numerics = numerics_of(plan)
-    host = host_shapes(bucket, plan.architecture.vocab)
+def building_devices(plan: Plan) -> Sequence[jax.Device]:
+    """What a plan's programs are compiled for here: this process's CPU devices, or cards that need not be present.
+
+    Raises:
+        CompileError: the compiler for cards is missing.
+    """
+    if _for_cpu(plan):
+        return jax.devices()
+    return card_devices(find_card(find_target(plan.target).card), plan.devices)
+
+
+def serving_devices(plan: Plan) -> Sequence[jax.Device]:
+    """The devices of this process that a plan's programs run on.
+
+    Raises:
+        DevicesError: they are of another kind.
+    """
+    devices, wanted = jax.devices(), "cpu" if _for_cpu(plan) else "gpu"
+    if devices[0].platform != wanted:
+        raise DevicesError(
+            f"the plan is for target {plan.target}, whose devices are of kind {wanted}; this process has "
+            f"{len(devices)} of kind {devices[0].platform}: choose another target or start it where such devices are"
+        )
+    return devices
+
+
+def _for_cpu(plan: Plan) -> bool:
+    return find_target(plan.target).platform == "cpu"
+
+
+def _function(plan: Plan, bucket: Bucket) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...], int]:
+    """What a device computes, the argument shapes, how they are cut, and the index of the donated state."""
+    numerics, arch = numerics_of(plan), part_of(plan)
+    host = host_shapes(bucket, arch.vocab)
     state = state_shapes(plan)
+    cut = (state_specs(plan), *[PartitionSpec()] * len(host))
     match bucket.phase:
         case Phase.SET_SLOT:
-            return set_slot, (state, *host), 0
+            return set_slot, (state, *host), cut, 0
         case Phase.DECODE:
-            step = functools.partial(decode_step, plan.architecture, numerics)
+            step = functools.partial(decode_step, arch, numerics)
         case Phase.PREFILL:
-            step = functools.partial(prefill_step, plan.architecture, numerics)
-    return step, (weight_shapes(plan), state, *host), 1
+            step = functools.partial(prefill_step, arch, numerics)
+    return step, (weight_shapes(plan), state, *host), (placed_weight_specs(plan), *cut), 1
+
+
+def lower_program(plan: Plan, bucket: Bucket) -> jax.stages.Lowered:
+    """A bucket's program as the compiler of its target takes it.
+
+    Raises:
+        CompileError: the compiler for cards is missing.
+        DevicesError: this process has fewer CPU devices than the plan.
+    """
+    placement = Placement.of(plan, building_devices(plan))
+    function, shapes, cut, state_index = _function(plan, bucket)
+    result = cut[0] if state_index == 0 else (cut[1], PartitionSpec())
+    arguments = jax.tree.map(
+        lambda leaf, spec: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placement.sharding(spec)), shapes, cut
+    )
+    return jax.jit(over_mesh(function, placement, cut, result), donate_argnums=state_index).lower(*arguments)
 
 
 def compile_program(plan: Plan, bucket: Bucket) -> Program:
-    """Lower and compile one bucket on this host's backend."""
-    function, arguments, state_index = _function(plan, bucket)
-    executable = jax.jit(function, donate_argnums=state_index).lower(*arguments).compile()
+    """Lower and compile one bucket for the plan's target, on this host.
+
+    Raises:
+        CompileError: the compiler for cards is missing.
+        DevicesError: this process has fewer CPU devices than the plan.
+        RuntimeError: XLA tells no memory figures.
+    """
+    executable = lower_program(plan, bucket).compile()
     analysis = executable.memory_analysis()
     if analysis is None:
         raise RuntimeError(f"XLA tells no memory figures of {bucket.name}; plans cannot be checked on this backend")
@@ -157,7 +254,7 @@ def compile_program(plan: Plan, bucket: Bucket) -> Program:
         alias_bytes=analysis.alias_size_in_bytes,
         temp_bytes=analysis.temp_size_in_bytes,
         code_bytes=analysis.generated_code_size_in_bytes,
-        num_arguments=len(jax.tree.leaves(arguments)),
+        num_arguments=len(jax.tree.leaves(executable.args_info)),
     )
     return Program(bucket, executable, cost)
 
@@ -168,12 +265,20 @@ def serialise(program: Program) -> bytes:
 
 
 def deserialise(plan: Plan, bucket: Bucket, cost: ProgramCost, payload: bytes) -> Program:
-    """Load an executable without compiling. The payload is unpickled: verify its origin first."""
-    _, arguments, state_index = _function(plan, bucket)
+    """Load an executable onto this process's devices without compiling.
+
+    The payload is unpickled: verify its origin first.
+
+    Raises:
+        DevicesError: there are fewer devices than the plan has, or of another kind.
+    """
+    devices = Placement.of(plan, serving_devices(plan)).devices
+    _, arguments, _, state_index = _function(plan, bucket)
     in_tree = jax.tree.structure((arguments, {}))
     state = state_shapes(plan)
     result = state if state_index == 0 else (state, Sampled._make(range(4)))
-    executable = serialize_executable.deserialize_and_load(payload, in_tree, jax.tree.structure(result))
+    out_tree = jax.tree.structure(result)
+    executable = serialize_executable.deserialize_and_load(payload, in_tree, out_tree, execution_devices=devices)
     return Program(bucket, executable, cost)
 
 

@@ -94,7 +94,7 @@ def test_every_combination_traces_and_returns_the_state_it_took(built_store, kv_
         built_store.plan.architecture, target="cpu_native", weight_form=form, kv_format=kv_format, context=0, slots=3,
         prefill_chunk=64, prefill_slots=2, page_size=16, kv_bytes=0, implementation="xla",
     )  # fmt: skip
-    numerics = Numerics(form, implementation, implementation)
+    numerics = Numerics(form, implementation, implementation, implementation)
     for step, bucket in ((decode_step, Bucket(Phase.DECODE, 2, 1, 4)), (prefill_step, Bucket(Phase.PREFILL, 2, 64, 4))):
         run = functools.partial(step, plan.architecture, numerics)
         state, out = jax.eval_shape(run, *arguments_of(plan, bucket))

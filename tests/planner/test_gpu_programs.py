@@ -1,0 +1,71 @@
+"""Programs for a GPU that is not there: they compile, hold their pool once, and carry code for the card."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import compiled
+from planner.architecture import ModelArchitecture
+from planner.buckets import Bucket, Phase
+from planner.formats import KvFormat, WeightForm
+from planner.memory import memory_plan
+from planner.plan import Plan, make_plan
+from planner.program import compile_program, deserialise, host_shapes, serialise, state_shapes
+from planner.sharding import DevicesError
+
+needs_compiler = pytest.mark.skipif(bool(compiled.missing()), reason=compiled.missing() or "it is there")
+SMALL = ModelArchitecture(
+    family="llama", layers=2, embed=256, ffw=512, q_heads=8, kv_heads=2, head_dim=64, vocab=512, context=4096,
+    norm_eps=1e-5, rope_theta=10_000.0, query_scale=0.125,
+)  # fmt: skip
+
+
+def plan_of(kv_format: KvFormat) -> Plan:
+    return make_plan(
+        SMALL, target="a100_sxm_80", weight_form=WeightForm.BF16, kv_format=kv_format, context=0, slots=4,
+        prefill_chunk=128, prefill_slots=2, page_size=128, kv_bytes=0, implementation="pallas",
+    )  # fmt: skip
+
+
+def bucket_of(plan: Plan, phase: Phase) -> Bucket:
+    slots, chunk = {Phase.DECODE: (4, 1), Phase.PREFILL: (2, 128), Phase.SET_SLOT: (4, 1)}[phase]
+    return Bucket(phase, slots, chunk, plan.table_width)
+
+
+@needs_compiler
+@pytest.mark.parametrize("phase", [Phase.DECODE, Phase.PREFILL])
+@pytest.mark.parametrize("kv_format", [KvFormat.BF16, KvFormat.INT8, KvFormat.BMQ4])
+def test_a_program_compiles_and_holds_the_pool_once(kv_format, phase):
+    plan = plan_of(kv_format)
+    bucket = bucket_of(plan, phase)
+    program = compile_program(plan, bucket)
+    memory, cost = memory_plan(plan), program.cost
+    host = sum(leaf.size * leaf.dtype.itemsize for leaf in host_shapes(bucket, SMALL.vocab))
+    held = memory.pages_bytes + memory.slots_bytes
+    assert 0 <= cost.argument_bytes - (memory.weights_bytes + held + host) < 256 * cost.num_arguments, "each aligned"
+    assert 0 <= cost.alias_bytes - held < 256 * cost.num_arguments
+    assert cost.output_bytes - cost.alias_bytes < 64 * 1024
+    assert cost.temp_bytes < memory.pages_bytes, "no second pool"
+    text = program.executable.as_text()
+    kernels = set(re.findall(r"\b(paged_decode|paged_prefill|page_write|sample)\w*", text))
+    assert kernels == {f"paged_{phase}", "page_write", "sample"}
+
+
+def test_a_pool_for_a_gpu_holds_numbers_and_one_for_a_cpu_bits():
+    assert state_shapes(plan_of(KvFormat.BF16)).pages.dtype == jnp.bfloat16
+    assert state_shapes(plan_of(KvFormat.BMQ4)).pages.recent.dtype == jnp.bfloat16
+    assert state_shapes(plan_of(KvFormat.INT8)).pages.words.dtype == jnp.int32
+
+
+@needs_compiler
+def test_a_process_without_the_cards_refuses_to_load_and_says_so():
+    plan = plan_of(KvFormat.INT8)
+    bucket = bucket_of(plan, Phase.SET_SLOT)
+    program = compile_program(plan, bucket)
+    payload = serialise(program)
+    with pytest.raises(
+        DevicesError, match=f"the plan is for target a100_sxm_80, .*; this process has {len(jax.devices())} of kind cpu"
+    ):
+        deserialise(plan, bucket, program.cost, payload)
