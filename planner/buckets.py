@@ -1,11 +1,18 @@
 """Bucket: the static shape of a program, and the one pure function that rounds a batch up to it.
 
-Owns the lattice that build time enumerates and run time looks up. Reads nothing; never imports jax.
+Owns the lattice that build time enumerates and run time looks up, and the choice of its sizes. Reads nothing; never
+imports jax.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+
+NARROWEST = 32 * 1024
+"""Token positions of the narrowest page table where there are several widths; each of the others is twice as wide."""
+
+_SMALLEST_CHUNK = 32
+_NEAR = 1.5  # a width that the context passes by less is left out
 
 
 class Phase(StrEnum):
@@ -67,6 +74,55 @@ class Lattice:
                 yield Bucket(Phase.DECODE, slots, 1, width)
             for chunk in self.prefill_chunks:
                 yield Bucket(Phase.PREFILL, min(self.prefill_slots, chunk), chunk, width)
+
+
+def make_lattice(
+    *, slots: int, prefill_chunk: int, prefill_slots: int, context: int, page_size: int, gpu: bool, one_width: bool
+) -> Lattice:
+    """Choose the sizes of a lattice.
+
+    A GPU reads its weights for one row or sixteen in about the same time, so that its smallest sizes are 1, 4 and 8; it
+    computes large batches and chunks, so that those come in steps of a half or a third: at most that share of a launch
+    is padding. On a CPU sizes double, which needs the fewest programs.
+
+    Args:
+        slots: most sequences decoded at once.
+        prefill_chunk: most prompt ids of a launch.
+        prefill_slots: most prompt chunks of a launch.
+        context: positions of the longest sequence.
+        page_size: token positions a page.
+        gpu: whether programs are for a GPU.
+        one_width: whether the width of page tables costs nothing, so that they are all as wide as the context.
+    """
+    pages = tuple(-(-width // page_size) for width in ([context] if one_width else _widths(context)))
+    if not gpu:
+        return Lattice(_doublings(1, slots), _doublings(_SMALLEST_CHUNK, prefill_chunk), prefill_slots, pages)
+    decode = _steps(slots, lambda size: size == 1 or size >= 4, lambda size: size >= 24)
+    chunks = _steps(prefill_chunk, lambda size: size >= 64, lambda size: size >= 768)
+    return Lattice(decode, chunks, prefill_slots, pages)
+
+
+def _widths(context: int) -> list[int]:
+    """Positions of page tables: doublings from the narrowest one, and the context."""
+    widths, width = [context], NARROWEST
+    while width * _NEAR <= context:
+        widths.insert(-1, width)
+        width *= 2
+    return widths
+
+
+def _doublings(smallest: int, largest: int) -> tuple[int, ...]:
+    sizes = [largest]
+    while sizes[0] > smallest:
+        sizes.insert(0, max(smallest, -(-sizes[0] // 2)))
+    return tuple(sizes)
+
+
+def _steps(largest: int, power: Callable[[int], bool], between: Callable[[int], bool]) -> tuple[int, ...]:
+    """Powers of two below ``largest`` and the numbers half-way between two of them, as chosen, and itself."""
+    exponents = range(largest.bit_length())
+    sizes = {2**n for n in exponents if power(2**n)} | {3 * 2**n for n in exponents if between(3 * 2**n)}
+    return (*sorted(size for size in sizes if size < largest), largest)
 
 
 def round_up(lattice: Lattice, phase: Phase, rows: int, tokens: int, pages: int) -> Bucket:

@@ -14,7 +14,7 @@ from typing import Any
 from pallas_kernels.platform import NATIVE_FEATURES
 from planner import kv
 from planner.architecture import ModelArchitecture
-from planner.buckets import Bucket, Lattice, Phase
+from planner.buckets import Bucket, Lattice, Phase, make_lattice
 from planner.formats import Implementation, KvFormat, WeightForm
 from planner.pages import SHARD_LEN, fullest
 from planner.target import Target, find_target
@@ -25,7 +25,6 @@ IMPLEMENTATIONS = {"cpu": ("xla", "native"), "cuda": ("pallas",)}
 
 _CODE_PATHS: dict[str, Implementation] = {"xla": "xla", "native": "native", "pallas": "pallas"}
 _SMALLEST_CHUNK = 32
-_SMALLEST_DECODE = 1
 
 
 class PlanError(ValueError):
@@ -203,11 +202,14 @@ def make_plan(
         page_size=page_size,
         num_pages=num_pages,
         slots=slots,
-        lattice=Lattice(
-            decode_slots=_doublings(_SMALLEST_DECODE, slots, 2),
-            prefill_chunks=_doublings(_SMALLEST_CHUNK, prefill_chunk, 2),
+        lattice=make_lattice(
+            slots=slots,
+            prefill_chunk=prefill_chunk,
             prefill_slots=prefill_slots,
-            widths=(width,),
+            context=context,
+            page_size=page_size,
+            gpu=implementation == "pallas",
+            one_width=implementation == "native" and kv_format is not KvFormat.BF16,
         ),
         prefill_budget=prefill_chunk,
         implementation=_CODE_PATHS[implementation],
@@ -286,10 +288,3 @@ def _native_fault(architecture: ModelArchitecture, kv_format: KvFormat, implemen
 def _native_attention_takes(architecture: ModelArchitecture, kv_format: KvFormat) -> bool:
     """Whether nothing keeps attention from the native code, or it goes through XLA anyway."""
     return kv_format is KvFormat.BF16 or architecture.head_dim % 16 == 0
-
-
-def _doublings(smallest: int, largest: int, factor: int) -> tuple[int, ...]:
-    sizes = [largest]
-    while sizes[0] > smallest:
-        sizes.insert(0, max(smallest, -(-sizes[0] // factor)))
-    return tuple(sizes)
