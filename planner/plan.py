@@ -31,6 +31,18 @@ class PlanError(ValueError):
     """Settings that cannot be planned; the message gives the value, the bound and what to change."""
 
 
+class PoolError(PlanError):
+    """A page pool that does not hold one sequence; ``kv_bytes`` is its size and ``needed_bytes`` what would do."""
+
+    def __init__(self, kv_bytes: int, page_bytes: int, num_pages: int, needed: int, context: int) -> None:
+        super().__init__(
+            f"a page pool of {kv_bytes} bytes holds {num_pages} pages of {page_bytes} bytes; one sequence of {context} "
+            f"tokens needs {needed}: raise the pool to {needed * page_bytes} bytes or lower the context"
+        )
+        self.kv_bytes = kv_bytes
+        self.needed_bytes = needed * page_bytes
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What a node serves and with which static shapes. Lengths in tokens, ``prefill_budget`` in ids a step.
@@ -182,25 +194,14 @@ def make_plan(
         raise PlanError(f"prefill_chunk {prefill_chunk} must be a multiple of 16 in {_SMALLEST_CHUNK}..8192")
     if not 1 <= prefill_slots <= prefill_chunk:
         raise PlanError(f"prefill_slots {prefill_slots} is outside 1..{prefill_chunk}, the prefill chunk")
-    served = repeat_heads(architecture, devices)
-    page_bytes = kv.page_bytes(kv_format, served, page_size) * context_devices // devices
-    width = -(-context // page_size)
-    needed = fullest(width, shard_len // page_size, context_devices)
-    on_one = kv_bytes // page_bytes if kv_bytes else slots * needed
-    if on_one < needed:
-        raise PlanError(
-            f"a page pool of {kv_bytes} bytes holds {on_one} pages of {page_bytes} bytes; one sequence of {context} "
-            f"tokens needs {needed}: raise the pool to {needed * page_bytes} bytes or lower the context"
-        )
-    num_pages = min(on_one, slots * needed) * context_devices
-    return Plan(
+    plan = Plan(
         architecture=architecture,
         target=target,
         weight_form=weight_form,
         kv_format=kv_format,
         context=context,
         page_size=page_size,
-        num_pages=num_pages,
+        num_pages=0,
         slots=slots,
         lattice=make_lattice(
             slots=slots,
@@ -217,6 +218,29 @@ def make_plan(
         context_devices=context_devices,
         shard_len=shard_len,
     )
+    return with_pool(plan, kv_bytes)
+
+
+def with_pool(plan: Plan, kv_bytes: int) -> Plan:
+    """The same plan with another number of pages.
+
+    Args:
+        plan: everything else.
+        kv_bytes: bytes for the page pool of one device; 0 = room for every slot at full context, at most.
+
+    Raises:
+        PoolError: the pool would not hold one sequence.
+    """
+    needed = fullest(plan.table_width, plan.shard_pages, plan.context_devices)
+    on_one = kv_bytes // plan.page_bytes if kv_bytes else plan.slots * needed
+    if on_one < needed:
+        raise PoolError(kv_bytes, plan.page_bytes, on_one, needed, plan.context)
+    return replace(plan, num_pages=min(on_one, plan.slots * needed) * plan.context_devices)
+
+
+def program_key(plan: Plan, bucket: Bucket) -> str:
+    """The name of a program: everything that two programs of one store may differ in."""
+    return f"{bucket.name}-{plan.kv_format}-{plan.weight_form}-d{plan.devices}-{plan.target}"
 
 
 def repeat_heads(architecture: ModelArchitecture, devices: int) -> ModelArchitecture:

@@ -24,7 +24,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from pallas_kernels import native
 from pallas_kernels.platform import cpu_features
 from planner.buckets import Bucket
-from planner.plan import Plan
+from planner.plan import Plan, program_key
 from planner.program import Program, ProgramCost, deserialise, serialise
 from planner.signing import verifies
 from planner.target import Target, find_target
@@ -64,11 +64,6 @@ class StoreEntry:
     sha256: str
     num_bytes: int
     cost: ProgramCost
-
-
-def program_key(plan: Plan, bucket: Bucket) -> str:
-    """The name of a program: everything that two programs of one manifest may differ in."""
-    return f"{bucket.name}-{plan.kv_format}-{plan.weight_form}-d{plan.devices}-{plan.target}"
 
 
 def identity(plan: Plan) -> dict[str, Any]:
