@@ -13,7 +13,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels.linear.op import Gate, Int8Weight, Products, gated_linear, linear
 from pallas_kernels.linear.op import Implementation as LinearImplementation
@@ -84,18 +84,24 @@ class DeviceState(NamedTuple):
 
 
 class DecodeContext(NamedTuple):
-    """What attention needs in a decode step; rows are slots."""
+    """What attention needs in a decode step; rows are slots.
+
+    Where contexts are spread over devices, these are the pages and positions that lie on this one, and ``begins`` says
+    of each row whether its first position is among them; else it is None.
+    """
 
     pages: Pages
     page_table: Int32[Array, "slots width"]
     lengths: Int32[Array, " slots"]
+    begins: Bool[Array, " slots"] | None = None
 
 
 class PrefillContext(NamedTuple):
-    """What attention needs in a prefill step; rows are prompt chunks, back to back."""
+    """What attention needs in a prefill step; rows are prompt chunks, back to back. ``begins`` as for decoding."""
 
     pages: Pages
     rows: Rows
+    begins: Bool[Array, " rows"] | None = None
 
 
 class LayerData(NamedTuple):
@@ -184,7 +190,7 @@ class Layer(nn.Module):
     def _attention(
         self, x: Array, data: LayerData, rope: Rope, context: DecodeContext | PrefillContext
     ) -> tuple[Float[Array, "tokens embed"], NewKeyValues]:
-        arch = self.architecture
+        arch, spread = self.architecture, self.numerics.spread
         mixed = self._linear("qkv", x, data, context)
         if arch.qkv_bias:
             mixed += self._array("qkv_bias").astype(mixed.dtype)
@@ -198,8 +204,10 @@ class Layer(nn.Module):
         q, k = rotate(q, cos, sin).astype(x.dtype), rotate(k, cos, sin).astype(x.dtype)
         if self.is_mutable_collection(QUERIES):
             self.sow(QUERIES, "q", q, init_fn=tuple, reduce_fn=_newest)
+        q, k, v = spread.heads_of_pages(q, k, v)
         attended = self._attend(q, k, v, data, context).astype(x.dtype)
-        return self._linear("o", attended.reshape(x.shape[0], -1), data, context), NewKeyValues(k, v)
+        mixed = spread.summed(self._linear("o", attended.reshape(x.shape[0], -1), data, context))
+        return mixed, NewKeyValues(k, v)
 
     def _attend(
         self, q: Array, k: Array, v: Array, data: LayerData, context: DecodeContext | PrefillContext
@@ -219,7 +227,8 @@ class Layer(nn.Module):
         self, x: Float[Array, "tokens embed"], data: LayerData, context: DecodeContext | PrefillContext
     ) -> Float[Array, "tokens embed"]:
         gate: Gate = "silu" if self.architecture.activation is Activation.SILU else "gelu"
-        return self._linear("down", self._linear("gate_up", x, data, context, gate), data, context)
+        inner = self._linear("gate_up", x, data, context, gate)
+        return self.numerics.spread.summed(self._linear("down", inner, data, context))
 
 
 class Decoder(nn.Module):
@@ -238,7 +247,7 @@ class Decoder(nn.Module):
         """Hidden states before the final norm, and the new keys and values of all layers."""
         arch = self.architecture
         embed = self.get_variable("params", "embed")
-        x = embed.at[ids].get(mode="clip").astype(jnp.float32) * arch.embed_scale
+        x = self.numerics.spread.looked_up(embed, ids).astype(jnp.float32) * arch.embed_scale
         rope = rope_of(arch, positions)
         layers = nn.scan(
             Layer,
@@ -289,7 +298,7 @@ def logits_of(
         head = Int8Weight(weights["head.codes"][None], weights["head.scale"][None], jnp.int32(0))
     else:
         head = weights["head"] if "head" in weights else weights["embed"].T
-    logits = linear(x, head, implementation=numerics.linear).astype(jnp.float32)
+    logits = numerics.spread.together(linear(x, head, implementation=numerics.linear).astype(jnp.float32))
     cap = architecture.logit_softcap
     return cap * jnp.tanh(logits / cap) if cap else logits
 

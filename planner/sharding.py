@@ -25,6 +25,7 @@ from planner.architecture import ModelArchitecture
 from planner.formats import KvFormat
 from planner.kv import BASE_BITS
 from planner.plan import Plan
+from planner.weights import WeightSpec
 
 MODEL, CONTEXT = "model", "context"
 
@@ -88,9 +89,19 @@ class Spread:
         found = table.at[place].get(mode="clip")
         return self.summed(jnp.where(((place >= 0) & (place < rows))[:, None], found, 0))
 
-    def heads_of_pages(self, mixed: Float[Array, "tokens heads *n"]) -> Float[Array, "tokens page_heads *n"]:
-        """The heads of a device and of all others that have other pages of the same heads."""
-        return jax.lax.all_gather(mixed, CONTEXT, axis=1, tiled=True) if self.context > 1 else mixed
+    def heads_of_pages(
+        self,
+        q: Float[Array, "tokens q_heads head_dim"],
+        k: Float[Array, "tokens kv_heads head_dim"],
+        v: Float[Array, "tokens kv_heads head_dim"],
+    ) -> tuple[Array, Array, Array]:
+        """The heads of this device and of all others that hold other pages of the same heads."""
+        if self.context == 1:
+            return q, k, v
+        tokens, kv_heads, head_dim = k.shape
+        mixed = jnp.concatenate([q.reshape(tokens, kv_heads, -1, head_dim), k[:, :, None], v[:, :, None]], axis=2)
+        mixed = jax.lax.all_gather(mixed, CONTEXT, axis=1, tiled=True)
+        return mixed[:, :, :-2].reshape(tokens, -1, head_dim), mixed[:, :, -2], mixed[:, :, -1]
 
     def merged(self, part: Partial) -> Float[Array, "tokens heads head_dim"]:
         """Attention over the pages of all context devices, of the heads that this device goes on with.
@@ -240,17 +251,28 @@ def column_order(plan: Plan, name: str) -> np.ndarray | None:
     return None
 
 
-def place_columns(array: np.ndarray, order: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
-    """Put a weight on its devices with its columns in another order; only one device's part is copied at a time."""
+def place_weight(plan: Plan, spec: WeightSpec, array: np.ndarray, placement: Placement) -> jax.Array:
+    """Put a model's weight on a plan's devices, its columns in the order that they are cut in.
 
-    def part(index: tuple[slice, ...]) -> np.ndarray:
+    Args:
+        plan: the devices.
+        spec: of the weight of the model itself.
+        array: the weight; at most one device's part of it is copied at a time.
+        placement: where it goes.
+    """
+    sharding, order = placement.sharding(spec_of(spec.axes)), column_order(plan, spec.name)
+    if order is None:
+        return jax.device_put(array, sharding)
+
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None, "the shape has dimensions"
         return array[index[:-1]][..., order[index[-1]]]
 
     return jax.make_array_from_callback((*array.shape[:-1], len(order)), sharding, part)
 
 
 def place_energy(plan: Plan, energy: np.ndarray, placement: Placement) -> jax.Array:
-    """Put the query energies of a model on the devices, float32 [layers, kv_heads, head_dim]."""
+    """Put the query energies of a model, float32 [layers, kv_heads, head_dim], on a plan's devices."""
     repeated = np.repeat(energy, plan.served.kv_heads // plan.architecture.kv_heads, axis=1)
     return jax.device_put(repeated, placement.sharding(spec_of(ENERGY_AXES)))
 
