@@ -6,7 +6,7 @@ those that only wait for ids in flight. Reads neither pages nor clock.
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from planner.sequence import Sequence, Status
 
@@ -63,9 +63,9 @@ class RunningLines:
         self.ending += [s for s in self.decoding if s.scheduled_len >= s.max_len]
         self.decoding = [s for s in self.decoding if s.scheduled_len < s.max_len]
 
-    def newest(self) -> Sequence:
-        """The sequence that was submitted last among those that still need their pages."""
-        return max((line[-1] for line in (self.prefilling, self.decoding) if line), key=_order)
+    def newest(self, among: Callable[[Sequence], bool]) -> Sequence:
+        """The sequence that was submitted last among those that still need their pages and are meant."""
+        return max((s for line in (self.prefilling, self.decoding) for s in line if among(s)), key=_order)
 
     def leave(self, sequence: Sequence) -> None:
         """Take a sequence's slot back, wherever it stands."""

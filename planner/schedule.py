@@ -7,8 +7,9 @@ A step, in the order of ``next_batch``:
 
 1. Sequences past their deadline finish with an error.
 2. Every running sequence whose prompt is computed gets a decode row, oldest first. One that starts a new page takes it;
-   when no page is free the newest running sequence is preempted: it gives its pages and its slot back and waits, to be
-   resumed by computing its prompt and its completion so far. The oldest is never preempted for another, so there is
+   when no page is free (of the device whose turn it is, where contexts are spread over several) the newest running
+   sequence is preempted: it gives its pages and its slot back and waits, to be resumed by computing its prompt and its
+   completion so far. The oldest is never preempted for another, so there is
    always progress.
 3. Waiting sequences are admitted, in the turn of ``WaitingLines``, while there are free slots, pages for all their ids
    and one page more for everybody who may still grow. One that does not fit is overtaken by smaller ones a bounded
@@ -135,7 +136,7 @@ class Scheduler:
     @property
     def capacity(self) -> int:
         """Most ids, prompt and completion together, that one sequence can hold."""
-        return min(self.pool.num_pages, self.lattice.widths[-1]) * self.pool.page_size
+        return min(self.pool.longest, self.lattice.widths[-1]) * self.pool.page_size
 
     @property
     def num_live(self) -> int:
@@ -301,7 +302,7 @@ class Scheduler:
         return Refusal("overloaded", f"{bound}; try again later", min(max(wait_s, 1.0), 60.0))
 
     def _admit(self, batch: Batch, now_s: float) -> None:
-        growing = sum(self._grows(sequence, len(sequence.pages)) for sequence in self._running)
+        growing = self._growing()
         for sequence in [self._blocked] if self._blocked and self._held_back() else self._waiting.in_turn():
             if self._running.full or (self._held_back() and sequence is not self._blocked):
                 return
@@ -309,18 +310,36 @@ class Scheduler:
                 continue
             shared = self._shared_pages(sequence)
             pages = self.pool.pages_for(len(sequence.ids))
-            fresh = pages - len(shared)
             grows = self._grows(sequence, pages)
-            if self.pool.num_free < fresh + growing + (grows and len(self._running) > 0):
+            home = self._home(shared, pages, growing, reserve=grows and len(self._running) > 0)
+            if home is None:
                 self._blocked = self._blocked or sequence
                 continue
             if self._blocked is sequence:
                 self._unblock()
             elif self._blocked is not None:
                 self._overtakes += 1
-            self._enter(sequence, shared, fresh, now_s)
-            growing += grows
+            self._enter(sequence, shared, pages - len(shared), home, now_s)
+            growing[self.pool.device_of(home, pages)] += grows
             batch.entered.append(sequence)
+
+    def _home(self, shared: list[int], pages: int, growing: list[int], *, reserve: bool) -> int | None:
+        """The device that a sequence of so many pages begins on, beside what others may need; None: it fits nowhere."""
+        pool, have = self.pool, len(shared)
+        for home in [pool.home_of(shared)] if shared else pool.homes():
+            wanted = pool.on_devices(home, have, pages - have)
+            wanted[pool.device_of(home, pages)] += reserve
+            if all(not new or pool.free_on(d) >= new + growing[d] for d, new in enumerate(wanted)):
+                return home
+        return None
+
+    def _growing(self) -> list[int]:
+        """How many running sequences may need one page more, by the device that it would be on."""
+        found, pool = [0] * self.pool.devices, self.pool
+        for sequence in self._running:
+            if (count := len(sequence.pages)) and self._grows(sequence, count):
+                found[pool.device_of(pool.home_of(sequence.pages), count)] += 1
+        return found
 
     def _grows(self, sequence: Sequence, pages: int) -> bool:
         """Whether a sequence that has so many pages may need more; its last possible id needs no position."""
@@ -333,12 +352,12 @@ class Scheduler:
     def _unblock(self) -> None:
         self._blocked, self._overtakes = None, 0
 
-    def _enter(self, sequence: Sequence, shared: list[int], fresh: int, now_s: float) -> None:
+    def _enter(self, sequence: Sequence, shared: list[int], fresh: int, home: int, now_s: float) -> None:
         computed = len(shared) * self.pool.page_size
         first_time = sequence.first_scheduled_s is None
         self._waiting.admit(sequence, len(sequence.ids) - computed if first_time else 0)
         self.pool.share(shared)
-        sequence.pages = [*shared, *self.pool.take(fresh)]
+        sequence.pages = [*shared, *self.pool.take(fresh, home, len(shared))]
         sequence.computed = computed
         sequence.leader = None
         if first_time:
@@ -387,18 +406,21 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence, batch: Batch) -> bool:
         """Give a sequence one page more; False: it was the newest and has been preempted itself."""
-        while not self.pool.num_free:
+        pool, count = self.pool, len(sequence.pages)
+        home = pool.home_of(sequence.pages)
+        device = pool.device_of(home, count)
+        while not pool.free_on(device):
             ending = [s for s in self._running.ending if s.pages]
             for done in ending:
                 self._drop_pages(done)
             if ending:
                 continue
-            newest = self._running.newest()
+            newest = self._running.newest(lambda s: s is sequence or pool.touches(s.pages, device))
             self._preempt(newest)
             batch.preempted += 1
             if newest is sequence:
                 return False
-        sequence.pages += self.pool.take(1)
+        sequence.pages += pool.take(1, home, count)
         batch.grown.append(sequence)
         return True
 

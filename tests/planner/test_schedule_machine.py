@@ -27,10 +27,14 @@ class ScheduleMachine(RuleBasedStateMachine):
     was written there last, in the order of dispatch.
     """
 
+    @staticmethod
+    def pool() -> PagePool:
+        return PagePool(NUM_PAGES, PAGE_SIZE)
+
     def __init__(self) -> None:
         super().__init__()
         bounds = SchedulerSettings(BUDGET, max_waiting=6, max_waiting_tokens=60, max_overtakes=2, chunk_align=ALIGN)
-        self.scheduler = Scheduler(LATTICE, PagePool(NUM_PAGES, PAGE_SIZE), bounds)
+        self.scheduler = Scheduler(LATTICE, self.pool(), bounds)
         self.cells: dict[tuple[int, int], tuple[str, int]] = {}
         self.all: list[Sequence] = []
         self.finished: list[Sequence] = []
@@ -155,7 +159,7 @@ class ScheduleMachine(RuleBasedStateMachine):
             self.scheduler.check()
         self.holds()
         assert self.scheduler.num_live == 0
-        assert self.scheduler.pool.num_free == NUM_PAGES
+        assert self.scheduler.pool.num_free == self.scheduler.pool.num_pages
         for sequence in self.all:
             self._check_end(sequence)
 
@@ -181,3 +185,15 @@ class ScheduleMachine(RuleBasedStateMachine):
 
 ScheduleMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40)
 TestScheduleMachine = ScheduleMachine.TestCase
+
+
+class SpreadScheduleMachine(ScheduleMachine):
+    """The same over two devices that each hold less than the longest sequence."""
+
+    @staticmethod
+    def pool() -> PagePool:
+        return PagePool(8, PAGE_SIZE, devices=2, shard_pages=2)
+
+
+SpreadScheduleMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40)
+TestSpreadScheduleMachine = SpreadScheduleMachine.TestCase
