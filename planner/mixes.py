@@ -10,7 +10,7 @@ attention goes through XLA: then the positions of all rows are counted beside.
 
 import random
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -98,6 +98,26 @@ class Waste:
 
 def simulate(plan: Plan, mix: Mix) -> Waste:
     """Run a mix through the scheduler of a plan and count what its launches pad."""
+    return _waste(mix.name, [_run(plan, mix)])
+
+
+def simulate_all(plan: Plan, mixes: Iterable[Mix]) -> tuple[Waste, ...]:
+    """The same for several mixes, and at the end all of them together, named ``all``."""
+    counts = {mix.name: _run(plan, mix) for mix in mixes}
+    each = [_waste(name, [count]) for name, count in counts.items()]
+    return (*each, _waste("all", list(counts.values())))
+
+
+@dataclass(frozen=True, slots=True)
+class _Counts:
+    """What one run counted: computed and useful of every launch, of table positions together, and requests left out."""
+
+    launches: list[tuple[int, int]]
+    positions: tuple[int, int]
+    refused: int
+
+
+def _run(plan: Plan, mix: Mix) -> _Counts:
     drawn = mix.draw()
     capacity = min(plan.context, plan.num_pages * plan.page_size)
     lengths = [(prompt, output) for prompt, output in drawn if prompt + output <= capacity]
@@ -108,7 +128,7 @@ def simulate(plan: Plan, mix: Mix) -> Waste:
         max_waiting_tokens=sum(map(sum, lengths)) + 1,
         share_prompts=plan.kv_format not in BASE_BITS,
     )
-    run = _Run(Scheduler(plan.lattice, pool, settings), with_tables=plan.attention == "xla")
+    run = _Steps(Scheduler(plan.lattice, pool, settings), with_tables=plan.attention == "xla")
     arrivals = deque(_arrivals(plan, mix, lengths))
     step = 0
     while arrivals or run.scheduler.num_live:
@@ -118,7 +138,7 @@ def simulate(plan: Plan, mix: Mix) -> Waste:
             assert refusal is None, refusal
         step = step + 1 if run.scheduler.num_live else int(arrivals[0][0]) + 1
         run.step(float(step))
-    return run.waste(mix.name, refused=len(drawn) - len(lengths))
+    return _Counts(run.launches, (run.computed_positions, run.useful_positions), refused=len(drawn) - len(lengths))
 
 
 def _quantile(pairs: tuple[tuple[float, int], ...], source: random.Random) -> int:
@@ -157,17 +177,17 @@ def _rate(plan: Plan, lengths: list[tuple[int, int]]) -> float:
     return min(plan.slots / stay, plan.prefill_budget / prompt, plan.num_pages * plan.page_size / held)
 
 
-class _Run:
+class _Steps:
     """A scheduler without an engine: launches are counted, and every sampled id is 1."""
 
-    __slots__ = ("_counted", "_in_flight", "_positions", "_with_tables", "scheduler")
+    __slots__ = ("_in_flight", "_with_tables", "computed_positions", "launches", "scheduler", "useful_positions")
 
     def __init__(self, scheduler: Scheduler, *, with_tables: bool) -> None:
         self.scheduler = scheduler
         self._with_tables = with_tables
         self._in_flight: list[Sequence] = []
-        self._counted: list[tuple[int, int]] = []
-        self._positions = [0, 0]
+        self.launches: list[tuple[int, int]] = []
+        self.computed_positions = self.useful_positions = 0
 
     def step(self, now_s: float) -> None:
         """Plan a step and commit the one before, as the engine does."""
@@ -189,25 +209,27 @@ class _Run:
         return [*batch.decode, *(chunk.sequence for chunk in batch.prefill if chunk.samples)]
 
     def _count(self, bucket: Bucket, computed: int, useful: int, positions: int) -> None:
-        self._counted.append((computed, useful))
+        self.launches.append((computed, useful))
         if self._with_tables:
-            self._positions[0] += bucket.slots * bucket.width * self.scheduler.pool.page_size
-            self._positions[1] += positions
+            self.computed_positions += bucket.slots * bucket.width * self.scheduler.pool.page_size
+            self.useful_positions += positions
 
-    def waste(self, mix: str, refused: int) -> Waste:
-        """The sums of all launches."""
-        computed, useful = (sum(part) for part in zip(*self._counted, strict=True)) if self._counted else (0, 0)
-        table, seen = self._positions
-        return Waste(
-            mix=mix,
-            mean=1 - useful / computed if computed else 0.0,
-            p99=_weighted_p99(self._counted),
-            table_mean=1 - seen / table if table else 0.0,
-            launches=len(self._counted),
-            computed=computed,
-            useful=useful,
-            refused=refused,
-        )
+
+def _waste(name: str, counts: list[_Counts]) -> Waste:
+    """The sums of all launches."""
+    launches = [launch for count in counts for launch in count.launches]
+    computed, useful = (sum(launch[place] for launch in launches) for place in (0, 1))
+    table, seen = (sum(count.positions[place] for count in counts) for place in (0, 1))
+    return Waste(
+        mix=name,
+        mean=1 - useful / computed if computed else 0.0,
+        p99=_weighted_p99(launches),
+        table_mean=1 - seen / table if table else 0.0,
+        launches=len(launches),
+        computed=computed,
+        useful=useful,
+        refused=sum(count.refused for count in counts),
+    )
 
 
 def _weighted_p99(launches: list[tuple[int, int]]) -> float:

@@ -8,7 +8,7 @@ import pytest
 
 from planner.catalogue import find_architecture
 from planner.formats import KvFormat, WeightForm
-from planner.mixes import Mix, MixError, simulate
+from planner.mixes import Mix, MixError, simulate, simulate_all
 from planner.plan import Plan, make_plan
 
 DOCUMENT = {
@@ -54,6 +54,14 @@ def test_three_requests_by_hand():
     waste = simulate(cpu_plan(prefill_slots=4), mix_of(requests=3, prompt=[[0, 16], [1, 16]]))
     # 48 ids in a chunk of 64, then three rows in a bucket of four, twice
     assert (waste.launches, waste.computed, waste.useful) == (3, 64 + 2 * 4, 48 + 2 * 3)
+
+
+def test_several_mixes_are_told_each_and_together():
+    one, three = mix_of(), replace(mix_of(requests=3, prompt=[[0, 16], [1, 16]]), name="three")
+    first, second, both = simulate_all(cpu_plan(prefill_slots=4), [one, three])
+    assert (first, second) == (simulate(cpu_plan(prefill_slots=4), one), simulate(cpu_plan(prefill_slots=4), three))
+    assert (both.mix, both.launches, both.computed, both.useful) == ("all", 6, 66 + 72, 42 + 54)
+    assert both.p99 == 1 - 40 / 64, "the launch that wastes most holds more than 1 %"
 
 
 def test_table_width_counts_where_it_is_computed():
