@@ -12,8 +12,9 @@ A step, in the order of ``next_batch``:
    completion so far. The oldest is never preempted for another, so there is
    always progress.
 3. Waiting sequences are admitted, in the turn of ``WaitingLines``, while there are free slots, pages for all their ids
-   and one page more for everybody who may still grow. One that does not fit is overtaken by smaller ones a bounded
-   number of times; then nobody else is admitted until it fits.
+   and one page more for everybody who may still grow. One with a predicted length also waits while the needs predicted
+   for all who run and for itself pass the pool (``outlook``), unless waiting could cost it its answer. One that does
+   not fit is overtaken by smaller ones a bounded number of times; then nobody else is admitted until it fits.
 4. The prompts being computed share the prefill budget (``chunks``). The last chunk of a prompt yields an id.
 5. What is planned counts as computed; its ids are in flight until ``commit``.
 
@@ -36,6 +37,7 @@ from dataclasses import dataclass, field, replace
 from planner.batch import NUM_SUPPRESSED
 from planner.buckets import Lattice
 from planner.chunks import share_budget
+from planner.outlook import Outlook, candidate_need, need, outlook_of
 from planner.pages import PagePool
 from planner.running import RunningLines
 from planner.sequence import Chunk, FinishReason, Sequence, Status
@@ -303,6 +305,7 @@ class Scheduler:
 
     def _admit(self, batch: Batch, now_s: float) -> None:
         growing = self._growing()
+        outlook: Outlook | None = None
         for sequence in [self._blocked] if self._blocked and self._held_back() else self._waiting.in_turn():
             if self._running.full or (self._held_back() and sequence is not self._blocked):
                 return
@@ -315,13 +318,29 @@ class Scheduler:
             if home is None:
                 self._blocked = self._blocked or sequence
                 continue
+            if len(self._running) and self._may_wait(sequence, now_s):
+                outlook = outlook or outlook_of(self._running, self.pool, self._shareable_pages)
+                if not outlook.fits(candidate_need(sequence, self.pool.page_size, len(shared))):
+                    self._blocked = self._blocked or sequence
+                    continue
             if self._blocked is sequence:
                 self._unblock()
             elif self._blocked is not None:
                 self._overtakes += 1
             self._enter(sequence, shared, pages - len(shared), home, now_s)
             growing[self.pool.device_of(home, pages)] += grows
+            if outlook is not None:
+                outlook.add(need(sequence, self.pool.page_size, len(shared)))
             batch.entered.append(sequence)
+
+    def _may_wait(self, sequence: Sequence, now_s: float) -> bool:
+        """Whether a prediction may hold a sequence back: it has one, half of its time is left, and of the queue."""
+        if sequence.expected_len is None:
+            return False
+        if sequence.deadline_s is not None and 2.0 * now_s > sequence.arrival_s + sequence.deadline_s:
+            return False
+        waiting, settings = self._waiting, self._settings
+        return 2 * len(waiting) <= settings.max_waiting and 2 * waiting.num_tokens <= settings.max_waiting_tokens
 
     def _home(self, shared: list[int], pages: int, growing: list[int], *, reserve: bool) -> int | None:
         """The device that a sequence of so many pages begins on, beside what others may need; None: it fits nowhere."""

@@ -63,7 +63,8 @@ class Sequence:
     ``computed`` counts the positions whose keys and values are in pages or will be once the steps already dispatched
     have run; ``in_flight`` counts completion ids dispatched and not yet read. ``slot`` is -1 without one.
     ``leader`` is the first choice of the same request, whose full prompt pages this one shares (None for the first).
-    ``order`` is its place in the order of submission: lower is older.
+    ``order`` is its place in the order of submission: lower is older. ``expected_len`` is how many completion ids a
+    prediction expects: advice for admission, any float, None without one.
     """
 
     key: int
@@ -76,6 +77,7 @@ class Sequence:
     deadline_s: float | None = None
     leader: "Sequence | None" = None
     order: int = 0
+    expected_len: float | None = None
     status: Status = Status.WAITING
     pages: list[int] = field(default_factory=list[int])
     computed: int = 0
