@@ -54,6 +54,8 @@ def _verb(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def wrapped(*args: Any, as_json: bool, **kwargs: Any) -> Any:
         from appliance.config_rules import ConfigError  # noqa: PLC0415 - verbs only
+        from planner.catalogue import UnknownArchitectureError  # noqa: PLC0415
+        from planner.target import UnknownTargetError  # noqa: PLC0415
 
         try:
             return function(*args, as_json=as_json, **kwargs)
@@ -61,6 +63,8 @@ def _verb(function: Callable[..., Any]) -> Callable[..., Any]:
             raise
         except ConfigError as error:
             raise Misuse("\n      ".join(error.problems), as_json=as_json) from error
+        except (UnknownArchitectureError, UnknownTargetError) as error:
+            raise Misuse(str(error), as_json=as_json) from error
         except Exception as error:
             if isinstance(error, OSError) or type(error).__module__.startswith(_OWN_PACKAGES):
                 raise Failure(str(error) or type(error).__name__, as_json=as_json) from error
@@ -135,24 +139,31 @@ def build(config_file: Path | None, target: str | None, model: str | None, force
 
 @main.command()
 @_configured
-@click.option("--model", help="Model to plan for.")
+@click.option("--model", help="Model to plan for; default: the configured one, which must be in the store.")
+@click.option("--architecture", help="Plan without weights: a name of the catalogue, or the path of a config.json.")
+@click.option("--target", help="What to plan for; default: this host's CPU.")
+@click.option("--devices", type=int, help="Devices that share the model.")
+@click.option("--context-devices", type=int, help="Of these, how many a long context is spread over.")
+@click.option("--kv-format", help="Format of keys and values; default: the target's own, with a table of all.")
+@click.option("--slots", type=int, help="Sequences that decode at the same time.")
+@click.option("--max-context", type=int, help="Prompt and completion ids together; default: the model's own.")
+@click.option("--explain", is_flag=True, help="Show how a context would be held instead: --context, --free-gb.")
+@click.option("--context", type=click.IntRange(min=0), help="With --explain: ids of the context.")
+@click.option("--output", type=click.IntRange(min=0), default=0, help="With --explain: ids that may follow.")
+@click.option("--free-gb", type=click.FloatRange(min=0), help="With --explain: free GB of each device; default: all.")
 @_verb
-def plan(config_file: Path | None, model: str | None, as_json: bool) -> None:
-    """Show the plan of a model on this configuration: shapes, pages, memory."""
-    from dataclasses import asdict  # noqa: PLC0415
+def plan(config_file: Path | None, as_json: bool, model: str | None, architecture: str | None, **options: Any) -> None:
+    """Show what fits: shapes, programs, memory, sequences and padding of a model on a target."""
+    question = {name: options.pop(name) for name in ("context", "output", "free_gb")}
+    if options.pop("explain") != (question["context"] is not None):
+        raise Misuse("--explain and --context belong together: zccp plan --explain --context 90000", as_json=as_json)
+    engine = {"context" if name == "max_context" else name: value for name, value in options.items()}
+    config = _load(config_file, engine=engine, model={"reference": model})
+    from appliance import plan_report  # noqa: PLC0415
 
-    config = _load(config_file, model={"reference": model})
-    from appliance.model.library import ModelLibrary  # noqa: PLC0415
-    from appliance.model.record import read_record  # noqa: PLC0415
-    from appliance.planning import plan_for  # noqa: PLC0415
-    from planner.memory import memory_plan  # noqa: PLC0415
-
-    made = plan_for(config, read_record(ModelLibrary(config.home).folder(config.model.reference)))
-    document = made.to_json()
-    if not as_json:
-        document = {name: value for name, value in document.items() if name != "architecture"}
-        document |= document.pop("lattice")
-    _show({**document, "programs": len(made.buckets()), "memory": asdict(memory_plan(made))}, as_json)
+    document = plan_report.answer(config, architecture, **question)
+    for line in [json.dumps(document)] if as_json else plan_report.lines_of(document):
+        click.echo(line)
 
 
 @main.command()

@@ -47,8 +47,10 @@ class ServerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class GpuConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The device; without a GPU only ``paged_attention_page_size`` has an effect."""
 
-    device_id: Annotated[int, _number(0, 63, "Index of the GPU.")] = 0
-    memory_limit_mb: Annotated[int, _number(256, 4_194_304, "Most device memory, MiB. Not yet active.")] | None = None
+    device_id: Annotated[int, _number(0, 63, "Index of the GPU; of several, the first.")] = 0
+    memory_limit_mb: (
+        Annotated[int, _number(256, 4_194_304, "Most memory of a GPU, MiB; empty = what its target has.")] | None
+    ) = None
     paged_attention_page_size: Annotated[int, _number(64, 2048, "Page size in bytes of ids, 4 a token.")] | None = None
 
 
@@ -95,14 +97,25 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     prefill_rows: Annotated[int, _number(1, 64, "Most prompts that share one step.")] | None = None
     page_size: Annotated[int, _number(16, 512, "Tokens a page of keys and values; a power of two.")] | None = None
     kv_format: (
-        Annotated[Literal["float32", "bf16", "int8", "bmq4", "bmq2"], _text("Format of keys and values.")] | None
+        Annotated[
+            Literal["float32", "bf16", "int8", "bmq4", "bmq2", "auto"],
+            _text("Format of keys and values; auto = the most bits with which the longest context fits."),
+        ]
+        | None
     ) = None
     weight_form: Annotated[Literal["float32", "bf16", "int8"], _text("Format of weights.")] | None = None
     implementation: (
-        Annotated[Literal["xla", "native"], _text("Code path of the programs; empty = native where the CPU can.")]
+        Annotated[
+            Literal["xla", "native", "pallas"],
+            _text("Code path of the programs; empty = pallas on a GPU, native where the CPU can."),
+        ]
         | None
     ) = None
-    kv_memory_mb: Annotated[int, _number(1, 4_194_304, "Memory for keys and values, MiB.")] | None = None
+    devices: Annotated[int, _number(1, 64, "Devices of this host that share the model.")] = 1
+    context_devices: Annotated[
+        int, _number(1, 64, "Of these, how many a long context is spread over; a divisor of devices.")
+    ] = 1
+    kv_memory_mb: Annotated[int, _number(1, 4_194_304, "Memory for keys and values on each device, MiB.")] | None = None
     max_waiting: Annotated[int, _number(1, 65_536, "Sequences that may wait; more get 429.")] = 256
     max_waiting_tokens: Annotated[int, _number(64, 1 << 31, "Prompt ids that may wait; more get 429.")] = 524_288
 
@@ -286,7 +299,11 @@ def engine_environment(config: ApplianceConfig, metrics: Path) -> dict[str, str]
     if not config.engine.target or config.engine.target.startswith("cpu"):
         environment["JAX_PLATFORMS"] = "cpu"
         environment.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
-    environment.setdefault("CUDA_VISIBLE_DEVICES", str(config.gpu.device_id))
+        if config.engine.devices > 1:
+            flag = f"--xla_force_host_platform_device_count={config.engine.devices}"
+            environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} {flag}".strip()
+    cards = range(config.gpu.device_id, config.gpu.device_id + config.engine.devices)
+    environment.setdefault("CUDA_VISIBLE_DEVICES", ",".join(map(str, cards)))
     environment.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     return environment
 

@@ -252,6 +252,17 @@ def repeat_heads(architecture: ModelArchitecture, devices: int) -> ModelArchitec
     return architecture if heads == architecture.kv_heads else replace(architecture, kv_heads=heads)
 
 
+def formats_for(architecture: ModelArchitecture, target: str) -> tuple[KvFormat, ...]:
+    """The formats that a model can be held in on a target, most bits first.
+
+    Raises:
+        UnknownTargetError: there is no target of that name.
+    """
+    on_gpu = find_target(target).platform == "cuda"
+    possible = [kv_format for kv_format in KvFormat if not (on_gpu and kv_format is KvFormat.FLOAT32)]
+    return tuple(kv_format for kv_format in possible if not kv.fault(kv_format, architecture, PAGE_SIZES[-1]))
+
+
 def default_implementation(
     architecture: ModelArchitecture, target: str, kv_format: KvFormat, cpu_features: Collection[str]
 ) -> Implementation:
