@@ -81,9 +81,9 @@ def make_lattice(
 ) -> Lattice:
     """Choose the sizes of a lattice.
 
-    A GPU reads its weights for one row or sixteen in about the same time, so that its smallest sizes are 1, 4 and 8; it
-    computes large batches and chunks, so that those come in steps of a half or a third: at most that share of a launch
-    is padding. On a CPU sizes double, which needs the fewest programs.
+    A GPU reads its weights for one row or a hundred in about the same time, so that it has few small sizes: 1 and 4
+    rows, whose contexts it cuts finer than those of many, and 16. Large sizes come in steps of a half or a third, since
+    there padding is computed. On a CPU sizes double from the smallest on.
 
     Args:
         slots: most sequences decoded at once.
@@ -97,8 +97,8 @@ def make_lattice(
     pages = tuple(-(-width // page_size) for width in ([context] if one_width else _widths(context)))
     if not gpu:
         return Lattice(_doublings(1, slots), _doublings(_SMALLEST_CHUNK, prefill_chunk), prefill_slots, pages)
-    decode = _steps(slots, lambda size: size == 1 or size >= 4, lambda size: size >= 24)
-    chunks = _steps(prefill_chunk, lambda size: size >= 64, lambda size: size >= 768)
+    decode = _steps(slots, lambda size: size in (1, 4) or size >= 16, lambda size: size >= 48)
+    chunks = _steps(prefill_chunk, lambda size: size >= 128, lambda size: size >= 768)
     return Lattice(decode, chunks, prefill_slots, pages)
 
 

@@ -45,7 +45,7 @@ def test_a_gpu_plan_fills_what_is_left() -> None:
     left = pool_bytes(plan)
     assert plan.num_pages == left // plan.page_bytes
     assert memory_plan(plan).fits
-    assert len(plan.buckets()) == 43
+    assert len(plan.buckets()) == 34
 
 
 def test_configured_memory_wins_and_a_limit_lowers_what_is_left() -> None:
