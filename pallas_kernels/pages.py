@@ -135,17 +135,32 @@ def fetch(
     return numbers(pages.at[layer, ids].get(mode="clip"))
 
 
-def in_pages(pages: Pages, lengths: Int32[Array, " rows"]) -> tuple[Int32[Array, " rows"], Int32[Array, " rows"]]:
-    """The first position that a row has in pages, and the first behind; all of its ``lengths`` but what is recent."""
+def in_pages(
+    pages: Pages, lengths: Int32[Array, " rows"], begins: Bool[Array, " rows"] | None = None
+) -> tuple[Int32[Array, " rows"], Int32[Array, " rows"]]:
+    """The first position that a row has in pages, and the first behind; all of its ``lengths`` but what is recent.
+
+    Of a part of a context that does not begin at the sequence's first position, ``begins`` says so.
+    """
     if isinstance(pages, BitmaskPages):
-        return jnp.full_like(lengths, SINKS), lengths // BLOCK * BLOCK
+        return kept_first(lengths, begins), lengths // BLOCK * BLOCK
     return jnp.zeros_like(lengths), lengths
 
 
+def kept_first(lengths: Int32[Array, " rows"], begins: Bool[Array, " rows"] | None) -> Int32[Array, " rows"]:
+    """How many of each row's first positions a bitmask pool keeps in bf16."""
+    sinks = jnp.full_like(lengths, SINKS)
+    return sinks if begins is None else jnp.where(begins, sinks, 0)
+
+
 def recent(
-    pages: Pages, layer: Int32[Array, ""], slots: Int32[Array, " rows"], lengths: Int32[Array, " rows"]
+    pages: Pages,
+    layer: Int32[Array, ""],
+    slots: Int32[Array, " rows"],
+    lengths: Int32[Array, " rows"],
+    begins: Bool[Array, " rows"] | None = None,
 ) -> Positions | None:
-    """What rows keep outside of pages; None in formats that keep nothing there."""
+    """What rows keep outside of pages; None in formats that keep nothing there. ``begins`` as in ``in_pages``."""
     if not isinstance(pages, BitmaskPages):
         return None
     both = numbers(pages.recent.at[layer, slots].get(mode="clip")).astype(jnp.float32)  # rows kv_heads 2 144 head_dim
@@ -153,7 +168,8 @@ def recent(
     opened = (lengths // BLOCK * BLOCK)[:, None]
     position = jnp.where(row < SINKS, row, opened + row - SINKS)
     # while the first block is not full, nothing lies in rows 16..31
-    valid = (position < lengths[:, None]) & ((row < SINKS) | (position >= SINKS))
+    first = kept_first(lengths, begins)[:, None]
+    valid = (position < lengths[:, None]) & (((row < SINKS) & (first > 0)) | ((row >= SINKS) & (position >= first)))
     values = jnp.where(valid[:, None, :, None], both[:, :, 1], 0.0)
     return Positions(both[:, :, 0], values, position, valid)
 

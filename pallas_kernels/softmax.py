@@ -50,6 +50,15 @@ def merge(a: Partial, b: Partial) -> Partial:
     )
 
 
+def where(condition: Bool[Array, "*#rows"], a: Partial, b: Partial) -> Partial:
+    """``a`` in the rows where it is so, else ``b``."""
+    return Partial(
+        jnp.where(condition, a.peak, b.peak),
+        jnp.where(condition, a.total, b.total),
+        jnp.where(condition[..., None], a.weighted, b.weighted),
+    )
+
+
 def finish(partial: Partial) -> Float[Array, "*rows head_dim"]:
     """The attention output; zeros for a row that saw no position."""
     return partial.weighted / jnp.maximum(partial.total, 1e-30)[..., None]

@@ -18,11 +18,13 @@ if TYPE_CHECKING:
     from pallas_kernels.card import Card
     from pallas_kernels.compiled import KernelCode
 
-DECODE, PREFILL, WRITE, SAMPLE = "paged_decode", "paged_prefill", "page_write", "sample"
+DECODE, PREFILL, UNPACK, WRITE, SAMPLE = "paged_decode", "paged_prefill", "paged_prefill_unpack", "page_write", "sample"
 ATTENTION = (DECODE, PREFILL)
-KERNELS = (*ATTENTION, WRITE, SAMPLE)
+KERNELS = (*ATTENTION, UNPACK, WRITE, SAMPLE)
 
-SHARED_BYTES = {DECODE: 83_456, PREFILL: 166_912, WRITE: 83_456, SAMPLE: 83_456}
+SHARED_BYTES = {DECODE: 83_456, PREFILL: 166_912, UNPACK: 83_456, WRITE: 83_456, SAMPLE: 83_456}
+NAMES = {DECODE: "decode", PREFILL: "prefill", UNPACK: "unpack", WRITE: "write", SAMPLE: "sample"}
+"""Of kernels, in the names of figures."""
 BLOCKS_DECODE = 2
 BYTES_OVER_MINIMUM = 1.10
 LONG_CONTEXT = 8_192
@@ -104,6 +106,9 @@ def _jobs() -> list[_Job]:
         found.append(_Job(DECODE, f"{case.name} page {case.page_size}", functools.partial(decode.code, case), counted))
     for case in (*prefill_cases.CASES, *prefill_cases.QUANTISED_CASES):
         found.append(_Job(PREFILL, f"{case.name} page {case.page_size}", functools.partial(prefill.code, case), None))
+    for case in prefill_cases.BLOCK_CASES:
+        code = functools.partial(prefill.unpacking_code, case)
+        found.append(_Job(UNPACK, f"{case.name} page {case.page_size}", code, None))
     for case in write_cases.GPU_CASES:
         found.append(_Job(WRITE, f"{case.name} page {case.page_size}", functools.partial(write.code, case), None))
     for case in sample_cases.CASES:
@@ -182,7 +187,7 @@ def figures(examined: Sequence[Examined]) -> tuple[Result, ...]:
             Result("cases_without_mma", sum(without), "cases", len(without), _ends(without), 0, "=="),
             Result("cases_without_cp_async", sum(copies), "cases", len(copies), _ends(copies)),
         )
-    for kernel, name in ((DECODE, "decode"), (PREFILL, "prefill"), (WRITE, "write"), (SAMPLE, "sample")):
+    for kernel, name in NAMES.items():
         shared = [case.shared_bytes for case in examined if case.kernel == kernel]
         blocks = [case.blocks for case in examined if case.kernel == kernel]
         if not shared:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels.access import DIRECT, Access
 from pallas_kernels.card import MULTIPROCESSORS
@@ -21,7 +21,7 @@ from pallas_kernels.errors import require
 from pallas_kernels.operands import product
 from pallas_kernels.paged_decode.beside import finished, in_window
 from pallas_kernels.paged_decode.stretches import columns, over_stretches
-from pallas_kernels.softmax import MASKED, capped
+from pallas_kernels.softmax import MASKED, Partial, capped
 
 HEAD_DIMS = (8, 16, 32, 64, 80, 96, 128, 256)
 """Head dims whose tiles are known to fit."""
@@ -181,13 +181,14 @@ def paged_decode(
     page_table: Int32[Array, "slots width"],
     lengths: Int32[Array, " slots"],
     window: Int32[Array, ""],
+    begins: Bool[Array, " slots"] | None = None,
     *,
     scale: float,
     softcap: float = 0.0,
     interpret: bool = False,
     tile: Tiling | None = None,
     access: Access = DIRECT,
-) -> Float[Array, "slots q_heads head_dim"]:
+) -> Float[Array, "slots q_heads head_dim"] | Partial:
     """See ``op.paged_decode``.
 
     ``interpret`` runs the kernel on any backend, slowly; ``tile`` replaces the sizes that the shapes would give;
@@ -219,4 +220,4 @@ def paged_decode(
         pages.reshape(-1, head_dim),
     )
     paged = over_stretches(weighted, peak, total, (slots, kv_heads, tile.splits, group))
-    return finished(paged, q, k, v, pages, layer, lengths, window, scale=scale, softcap=softcap)
+    return finished(paged, q, k, v, pages, layer, lengths, window, begins, scale=scale, softcap=softcap)

@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels.access import DIRECT, Access
 from pallas_kernels.bits import unpair
 from pallas_kernels.errors import require
 from pallas_kernels.kv_bitmask.rounding import MIDDLE
-from pallas_kernels.kv_layout import BLOCK, HIGH_BITS, SINKS, VALUE_BITS, BitmaskLayout
+from pallas_kernels.kv_layout import BLOCK, HIGH_BITS, VALUE_BITS, BitmaskLayout
 from pallas_kernels.operands import CONSTANTS, Unpack, chunks, product, rounded, sum_of, unpacker
 from pallas_kernels.paged_decode.beside import finished, in_window
 from pallas_kernels.paged_decode.stretches import (
@@ -31,7 +31,8 @@ from pallas_kernels.paged_decode.stretches import (
     over_stretches,
     shares,
 )
-from pallas_kernels.pages import BitmaskPages, layout_of
+from pallas_kernels.pages import BitmaskPages, kept_first, layout_of
+from pallas_kernels.softmax import Partial
 
 _QUARTER = BLOCK // 4
 _WIDE = 256  # head dim from which on chunks are narrow, for registers
@@ -158,6 +159,7 @@ def _kernel(
     layer_ref: jax.Ref,  # [] int32
     window_ref: jax.Ref,  # [] int32
     lengths_ref: jax.Ref,  # [slots] int32
+    kept_ref: jax.Ref,  # [slots] int32, how many of the first positions lie outside of blocks
     table_ref: jax.Ref,  # [slots width] int32
     q_ref: jax.Ref,  # [slots*q_heads head_dim] bf16, float32 in interpreted tests
     words_ref: jax.Ref,  # [layers*num_pages*kv_heads*blocks words] int32, all in global memory
@@ -179,7 +181,7 @@ def _kernel(
     at = share.program(group)
     length, window = access.load(lengths_ref, (at.slot,)), access.load(window_ref, ())
     end = length // BLOCK * BLOCK
-    first = jnp.minimum(jnp.maximum(in_window(length, window), SINKS), end)
+    first = jnp.minimum(jnp.maximum(in_window(length, window), access.load(kept_ref, (at.slot,))), end)
     begin, stop = share.turns(first, end, at.split)
     per_part, half = layout.head_dim // layout.parts, layout.head_dim // 2
     q = [
@@ -234,13 +236,14 @@ def paged_decode(
     page_table: Int32[Array, "slots width"],
     lengths: Int32[Array, " slots"],
     window: Int32[Array, ""],
+    begins: Bool[Array, " slots"] | None = None,
     *,
     scale: float,
     softcap: float = 0.0,
     interpret: bool = False,
     tile: BitmaskTiling | None = None,
     access: Access = DIRECT,
-) -> Float[Array, "slots q_heads head_dim"]:
+) -> Float[Array, "slots q_heads head_dim"] | Partial:
     """See ``op.paged_decode``.
 
     ``interpret`` runs the kernel on any backend, slowly; ``tile`` replaces the sizes that the shapes would give;
@@ -274,10 +277,11 @@ def paged_decode(
         layer,
         window,
         lengths,
+        kept_first(lengths, begins),
         page_table,
         q.reshape(slots * q_heads, head_dim),
         pages.words.reshape(-1, layout.words),
         jnp.array(CONSTANTS, jnp.int32),
     )
     paged = over_stretches(weighted, peak, total, (slots, kv_heads, tile.shares.splits, group))
-    return finished(paged, q, k, v, pages, layer, lengths, window, scale=scale, softcap=softcap)
+    return finished(paged, q, k, v, pages, layer, lengths, window, begins, scale=scale, softcap=softcap)

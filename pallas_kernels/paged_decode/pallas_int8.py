@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels.access import DIRECT, Access
 from pallas_kernels.bits import unpair
@@ -28,6 +28,7 @@ from pallas_kernels.paged_decode.stretches import (
     shares,
 )
 from pallas_kernels.pages import Int8Pages
+from pallas_kernels.softmax import Partial
 
 HEAD_DIMS = (8, 16, 32, 64, 80, 96, 128, 256)
 """Head dims whose tiles are known to fit."""
@@ -163,13 +164,14 @@ def paged_decode(
     page_table: Int32[Array, "slots width"],
     lengths: Int32[Array, " slots"],
     window: Int32[Array, ""],
+    begins: Bool[Array, " slots"] | None = None,
     *,
     scale: float,
     softcap: float = 0.0,
     interpret: bool = False,
     tile: Int8Tiling | None = None,
     access: Access = DIRECT,
-) -> Float[Array, "slots q_heads head_dim"]:
+) -> Float[Array, "slots q_heads head_dim"] | Partial:
     """See ``op.paged_decode``.
 
     ``interpret`` runs the kernel on any backend, slowly; ``tile`` replaces the sizes that the shapes would give;
@@ -210,4 +212,4 @@ def paged_decode(
         jnp.array(CONSTANTS, jnp.int32),
     )
     paged = over_stretches(weighted, peak, total, (slots, kv_heads, tile.shares.splits, group))
-    return finished(paged, q, k, v, pages, layer, lengths, window, scale=scale, softcap=softcap)
+    return finished(paged, q, k, v, pages, layer, lengths, window, begins, scale=scale, softcap=softcap)

@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels.paged_decode.beside import finished, in_window
 from pallas_kernels.pages import Pages, fetch, in_pages, pool_shape
@@ -18,16 +18,17 @@ def paged_decode(
     page_table: Int32[Array, "slots width"],
     lengths: Int32[Array, " slots"],
     window: Int32[Array, ""],
+    begins: Bool[Array, " slots"] | None = None,
     *,
     scale: float,
     softcap: float = 0.0,
-) -> Float[Array, "slots q_heads head_dim"]:
+) -> Float[Array, "slots q_heads head_dim"] | Partial:
     """See ``op.paged_decode``."""
     slots, q_heads, head_dim = q.shape
     shape = pool_shape(pages, head_dim)
     kv_heads, page_size = shape.kv_heads, shape.page_size
     grouped = (q.astype(jnp.float32) * scale).reshape(slots, kv_heads, q_heads // kv_heads, head_dim)
-    first_stored, end_stored = in_pages(pages, lengths)
+    first_stored, end_stored = in_pages(pages, lengths, begins)
     first_valid = jnp.maximum(in_window(lengths, window), first_stored)
     num_pages = (jnp.max(end_stored) + page_size - 1) // page_size
     first_page = jnp.min(jnp.where(end_stored > 0, first_valid, jnp.iinfo(jnp.int32).max)) // page_size
@@ -46,4 +47,4 @@ def paged_decode(
 
     start = (jnp.minimum(first_page, num_pages), empty(grouped.shape[:3], head_dim))
     _, paged = jax.lax.while_loop(lambda state: state[0] < num_pages, turn, start)
-    return finished(paged, q, k, v, pages, layer, lengths, window, scale=scale, softcap=softcap)
+    return finished(paged, q, k, v, pages, layer, lengths, window, begins, scale=scale, softcap=softcap)

@@ -58,25 +58,29 @@ CASES = (
 )
 
 FORMATS = ("int8", "bmq4", "bmq2")
-_NARROW = (models.SMOLLM2_135M, models.D80, models.D96)
-_WIDE = (models.LLAMA31_8B, models.GEMMA3_270M)  # for which there is no tile of blocks
+_ANY = (models.TINY, models.SMOLLM2_135M, models.D80, models.D96, models.LLAMA31_8B, models.GEMMA3_270M)
 
 
-def _quantised(kv_format: str) -> tuple[PrefillCase, ...]:
-    def case(heads: HeadShape, name: str, page_size: int = 128, window: int = 0, softcap: float = 0.0) -> PrefillCase:
-        named = f"{kv_format}-{heads.name}-{name}"
-        return PrefillCase(named, heads, LATE, 2_048, page_size, window, softcap, small=False, kv_format=kv_format)
-
-    wide, sizes = (_WIDE, (16, 512)) if kv_format == "int8" else ((), (512,))
-    return (
-        *(case(heads, "2k") for heads in (models.TINY, *_NARROW, *wide)),
-        case(models.SMOLLM2_135M, "softcap", window=512, softcap=50.0),
-        *(case(models.SMOLLM2_135M, f"page-{size}", size) for size in sizes),
-    )
+def _case(
+    kv_format: str, heads: HeadShape, name: str = "2k", *, page_size: int = 128, window: int = 0, softcap: float = 0.0
+) -> PrefillCase:
+    named = f"{kv_format}-{heads.name}-{name}"
+    return PrefillCase(named, heads, LATE, 2_048, page_size, window, softcap, small=False, kv_format=kv_format)
 
 
-QUANTISED_CASES = _quantised("int8")
-"""Launches over quantised pools whose code keeps within an A100."""
+QUANTISED_CASES = (
+    *(_case("int8", heads) for heads in _ANY),
+    _case("int8", models.SMOLLM2_135M, "softcap", window=512, softcap=50.0),
+    _case("int8", models.SMOLLM2_135M, "page-16", page_size=16),
+    _case("int8", models.SMOLLM2_135M, "page-512", page_size=512),
+    *(_case("bmq4", heads) for heads in (models.SMOLLM2_135M, models.LLAMA31_8B, models.GEMMA3_270M)),
+    _case("bmq4", models.SMOLLM2_135M, "softcap", window=512, softcap=50.0),
+    _case("bmq2", models.LLAMA31_8B),
+)
+"""Launches over quantised pools."""
 
-BLOCK_CASES = (*_quantised("bmq4"), *_quantised("bmq2"))
-"""Launches over bitmask pools; their code is not within an A100's registers yet."""
+BLOCK_CASES = (
+    *(_case(kv_format, heads) for kv_format in ("bmq4", "bmq2") for heads in _ANY),
+    _case("bmq4", models.LLAMA31_8B, "page-512", page_size=512),
+)
+"""Launches whose unpacking of blocks is examined by itself: what attends after it is the kernel of float pages."""

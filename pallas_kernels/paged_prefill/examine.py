@@ -17,7 +17,7 @@ from pallas_kernels.paged_prefill import op, pallas, pallas_bitmask, pallas_int8
 from pallas_kernels.paged_prefill.cases import PrefillCase
 from pallas_kernels.pages import BitmaskPages, Int8Pages, Pages
 
-AnyTiling = pallas.Tiling | pallas_int8.Int8Tiling | pallas_bitmask.BitmaskTiling
+AnyTiling = pallas.Tiling | pallas_int8.Int8Tiling
 
 SCALE = 0.125
 _BASE_BITS = {"bmq4": 4, "bmq2": 2}
@@ -26,13 +26,12 @@ WIDE_POOL = 2**31 + 1
 
 
 def code(case: PrefillCase, card: Card, tile: AnyTiling | None = None) -> KernelCode:
-    """The kernel of a case, compiled for a card; ``tile`` replaces its sizes.
+    """The kernel that attends, compiled for a card; ``tile`` replaces its sizes.
 
     Raises:
         CompileError: it cannot be compiled here, or not at all.
     """
-    one_layer = max(math.prod(part.shape) for part in jax.tree.leaves(shapes(case, 1)[3]))
-    leaves, structure = jax.tree.flatten(shapes(case, 1 if case.small else -(-WIDE_POOL // one_layer)))
+    leaves, structure = _arguments(case)
 
     def run(*arrays: jax.Array) -> jax.Array:
         q, k, v, pages, *rest = jax.tree.unflatten(structure, arrays)
@@ -41,10 +40,30 @@ def code(case: PrefillCase, card: Card, tile: AnyTiling | None = None) -> Kernel
     return compile_kernel(card, kernel_name(case), run, *leaves)
 
 
+def unpacking_code(case: PrefillCase, card: Card) -> KernelCode:
+    """The kernel that unpacks blocks for a case over a bitmask pool, compiled for a card.
+
+    Raises:
+        CompileError: it cannot be compiled here, or not at all.
+    """
+    leaves, structure = _arguments(case)
+
+    def run(*arrays: jax.Array) -> jax.Array:
+        _, _, _, pages, layer, table, slots, starts, _, _, window = jax.tree.unflatten(structure, arrays)
+        head_dim, dtype = case.heads.head_dim, jnp.dtype(jnp.bfloat16)
+        return pallas_bitmask.unpacked(pages, head_dim, layer, table, slots, starts, window, None, dtype=dtype)
+
+    return compile_kernel(card, "paged_prefill_unpack", run, *leaves)
+
+
+def _arguments(case: PrefillCase) -> tuple[list[jax.ShapeDtypeStruct], jax.tree_util.PyTreeDef]:
+    """The shapes of a case's arguments, with a pool of as many layers as make it large."""
+    one_layer = max(math.prod(part.shape) for part in jax.tree.leaves(shapes(case, 1)[3]))
+    return jax.tree.flatten(shapes(case, 1 if case.small else -(-WIDE_POOL // one_layer)))
+
+
 def kernel_name(case: PrefillCase) -> str:
     """The name of the ``pallas_call`` that a case is."""
-    if case.kv_format in _BASE_BITS:
-        return "paged_prefill_bitmask"
     return "paged_prefill_int8" if case.kv_format == "int8" else "paged_prefill"
 
 
@@ -60,8 +79,6 @@ def flops(case: PrefillCase) -> int:
 def tile_of(case: PrefillCase) -> AnyTiling:
     """The sizes that a case is launched with."""
     heads = case.heads
-    if case.kv_format in _BASE_BITS:
-        return pallas_bitmask.tiling(BitmaskLayout(heads.head_dim, _BASE_BITS[case.kv_format]))
     if case.kv_format == "int8":
         return pallas_int8.tiling(heads.head_dim)
     return pallas.tiling(case.tokens, heads.q_heads, heads.kv_heads, heads.head_dim)

@@ -5,14 +5,17 @@ in pages, as in ``paged_decode``.
 """
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import jax
-from jaxtyping import Array, Float, Int32
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels.errors import require
 from pallas_kernels.paged_prefill import native, pallas, pallas_bitmask, pallas_int8, reference, xla
 from pallas_kernels.pages import BitmaskPages, Int8Pages, Pages, pool_shape
+from pallas_kernels.rows import Rows
+from pallas_kernels.softmax import Partial
 
 Implementation = Literal["reference", "xla", "native", "pallas"]
 Products = Literal["float32", "bf16"]
@@ -63,17 +66,7 @@ def paged_prefill(
     Raises:
         ContractError: shapes or dtypes disagree, or the implementation does not take this pool.
     """
-    tokens, q_heads, head_dim = q.shape
-    kv_heads = pool_shape(pages, head_dim).kv_heads
-    rows = page_table.shape[0]
-    require(k.shape == v.shape == (tokens, kv_heads, head_dim), f"k {k.shape} and v {v.shape} must be one row a token")
-    require(q.dtype == k.dtype == v.dtype, f"q {q.dtype}, k {k.dtype} and v {v.dtype} must be of one dtype")
-    require(q_heads % kv_heads == 0, f"q_heads {q_heads} is no multiple of kv_heads {kv_heads}")
-    require(
-        slots.shape == starts.shape == lengths.shape == offsets.shape == (rows,),
-        f"slots {slots.shape}, starts {starts.shape}, lengths {lengths.shape} and offsets {offsets.shape} need one "
-        f"entry a row, {rows}",
-    )
+    _check(q, k, v, pages, Rows(page_table, slots, starts, lengths, offsets))
     run = {
         "reference": reference.paged_prefill,
         "xla": xla.paged_prefill,
@@ -87,7 +80,81 @@ def paged_prefill(
         )  # fmt: skip
 
 
-def kernel_for(pages: Pages) -> Callable[..., Float[Array, "tokens q_heads head_dim"]]:
+def paged_prefill_part(
+    q: Float[Array, "tokens q_heads head_dim"],
+    k: Float[Array, "tokens kv_heads head_dim"],
+    v: Float[Array, "tokens kv_heads head_dim"],
+    pages: Pages,
+    layer: Int32[Array, ""],
+    page_table: Int32[Array, "rows width"],
+    slots: Int32[Array, " rows"],
+    starts: Int32[Array, " rows"],
+    lengths: Int32[Array, " rows"],
+    offsets: Int32[Array, " rows"],
+    begins: Bool[Array, " rows"],
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    products: Products = "float32",
+    implementation: Literal["xla", "pallas"],
+) -> Partial:
+    """``paged_prefill`` over a part of each history, for contexts that several devices hold; no windows.
+
+    Args:
+        q: as in ``paged_prefill``, and all that is not named here.
+        k: the chunks' keys, the same for every part.
+        v: the chunks' values.
+        pages: the pool that holds the part.
+        layer: the layer of the pool to read.
+        page_table: page ids of each row's part; a part is whole blocks of 128 positions, the newest one excepted.
+        slots: as in ``paged_prefill``.
+        starts: positions of the part.
+        lengths: as in ``paged_prefill``.
+        offsets: as in ``paged_prefill``.
+        begins: whether the part begins at the sequence's first position. The chunk itself, and what a slot keeps
+            outside of pages, count in that part and so once.
+        scale: factor on the scores.
+        softcap: as in ``paged_prefill``.
+        products: as in ``paged_prefill``.
+        implementation: which code runs.
+
+    Returns:
+        The unfinished sum of the part, float32, rows [tokens q_heads]; those of all parts are for ``softmax.merge``.
+
+    Raises:
+        ContractError: shapes or dtypes disagree, or the implementation does not take this pool.
+    """
+    _check(q, k, v, pages, Rows(page_table, slots, starts, lengths, offsets))
+    require(begins.shape == starts.shape, f"begins {begins.shape} and starts {starts.shape} need one entry a row")
+    run: Callable[..., Any] = xla.paged_prefill if implementation == "xla" else kernel_for(pages)
+    with jax.named_scope("paged_prefill"):
+        return run(
+            q, k, v, pages, layer, page_table, slots, starts, lengths, offsets, jnp.int32(0), begins,
+            scale=scale, softcap=softcap, products=products,
+        )  # fmt: skip
+
+
+def _check(
+    q: Float[Array, "tokens q_heads head_dim"],
+    k: Float[Array, "tokens kv_heads head_dim"],
+    v: Float[Array, "tokens kv_heads head_dim"],
+    pages: Pages,
+    of: Rows,
+) -> None:
+    tokens, q_heads, head_dim = q.shape
+    kv_heads = pool_shape(pages, head_dim).kv_heads
+    rows = of.page_table.shape[0]
+    require(k.shape == v.shape == (tokens, kv_heads, head_dim), f"k {k.shape} and v {v.shape} must be one row a token")
+    require(q.dtype == k.dtype == v.dtype, f"q {q.dtype}, k {k.dtype} and v {v.dtype} must be of one dtype")
+    require(q_heads % kv_heads == 0, f"q_heads {q_heads} is no multiple of kv_heads {kv_heads}")
+    require(
+        all(part.shape == (rows,) for part in of[1:]),
+        f"slots {of.slots.shape}, starts {of.starts.shape}, lengths {of.lengths.shape} and offsets {of.offsets.shape} "
+        f"need one entry a row, {rows}",
+    )
+
+
+def kernel_for(pages: Pages) -> Callable[..., Any]:
     """The function that runs the Triton kernel of a pool's format."""
     if isinstance(pages, Int8Pages):
         return pallas_int8.paged_prefill

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels.access import DIRECT
 from pallas_kernels.card import MULTIPROCESSORS
 from pallas_kernels.errors import require
+from pallas_kernels.paged_prefill.launch import Common, Results, launch
 from pallas_kernels.paged_prefill.pieces import (
     Piece,
     Reach,
@@ -26,11 +26,12 @@ from pallas_kernels.paged_prefill.pieces import (
     chunk_piece,
     find_queries,
     nothing,
-    plan_of,
     store,
     through,
 )
 from pallas_kernels.pages import Pages, kind
+from pallas_kernels.rows import Rows
+from pallas_kernels.softmax import Partial
 
 LEAST_HEAD_DIM, MOST_HEAD_DIM = 8, 256
 
@@ -103,34 +104,6 @@ def _history(work: Work, pages_ref: jax.Ref, table_ref: jax.Ref, layer_ref: jax.
     return Piece(Reach(begin, queries.floor(queries.newest), queries.start, queries.start), page_of, turn)
 
 
-def _kernel(
-    plan_ref: jax.Ref,  # [5 tiles] int32
-    layer_ref: jax.Ref,  # [] int32
-    window_ref: jax.Ref,  # [] int32
-    table_ref: jax.Ref,  # [rows width] int32
-    q_ref: jax.Ref,  # [tokens*q_heads head_dim] of the operands' dtype
-    k_ref: jax.Ref,  # [tokens*kv_heads head_dim] of the operands' dtype
-    v_ref: jax.Ref,  # [tokens*kv_heads head_dim] of the operands' dtype
-    pages_ref: jax.Ref,  # [layers*num_pages*kv_heads*2*page_size head_dim], all in global memory
-    out_ref: jax.Ref,  # [tokens*q_heads head_dim]
-    *,
-    pool: tuple[int, ...],
-    tile: Tiling,
-    softmax: Softmax,
-) -> None:
-    # FLOPs: 4 * queries * keys * head_dim a turn. Bytes: 4 * keys * head_dim in bf16, which the tiles of a head find in
-    # L2 after the first. Bound by the tensor cores: 128 queries are 128 FLOPs a byte even where they find none there.
-    kv_heads, group = pool[2], q_ref.shape[0] // k_ref.shape[0]
-    find = functools.partial(find_queries, plan_ref, window_ref, table_ref.shape[0], kv_heads, group, tile.queries)
-    queries, channels = find(), channels_of(tile.chunks, pool[5])
-    q = [part.load(q_ref, queries.matrix_row, queries.real) for part in channels]
-    work = Work(tile.keys, softmax, queries, channels, channels, q)
-    state = nothing(tile.queries, channels)
-    state = through(_history(work, pages_ref, table_ref, layer_ref, pool), tile.keys, state)
-    state = through(chunk_piece(work, k_ref, v_ref, kv_heads), tile.keys, state)
-    store(out_ref, find(), state, channels)
-
-
 def paged_prefill(
     q: Float[Array, "tokens q_heads head_dim"],
     k: Float[Array, "tokens kv_heads head_dim"],
@@ -143,13 +116,14 @@ def paged_prefill(
     lengths: Int32[Array, " rows"],
     offsets: Int32[Array, " rows"],
     window: Int32[Array, ""],
+    begins: Bool[Array, " rows"] | None = None,
     *,
     scale: float,
     softcap: float = 0.0,
     products: str = "float32",
     interpret: bool = False,
     tile: Tiling | None = None,
-) -> Float[Array, "tokens q_heads head_dim"]:
+) -> Float[Array, "tokens q_heads head_dim"] | Partial:
     """See ``op.paged_prefill``; tokens that belong to no row get zeros.
 
     ``interpret`` runs the kernel on any backend, slowly; ``tile`` replaces the sizes that the shapes would give.
@@ -158,7 +132,6 @@ def paged_prefill(
         ContractError: no tile fits this head dim, the scale is not positive, or the pages are of a dtype that the
             kernel does not take.
     """
-    del slots
     tokens, q_heads, head_dim = q.shape
     require(
         isinstance(pages, jax.Array) and pages.dtype in (jnp.bfloat16, jnp.float32),
@@ -167,21 +140,25 @@ def paged_prefill(
     kv_heads = pages.shape[2]
     require(scale > 0, f"scale {scale} is not positive, which this kernel needs to find the largest score")
     tile = tile or tiling(tokens, q_heads, kv_heads, head_dim)
-    plan = plan_of(starts, lengths, offsets, tokens, q_heads // kv_heads, tile.queries)
-    operands = jnp.bfloat16 if products == "bf16" else q.dtype
-    out = pl.pallas_call(
-        functools.partial(_kernel, pool=pages.shape, tile=tile, softmax=Softmax(scale, softcap)),
-        out_shape=jax.ShapeDtypeStruct((tokens * q_heads, head_dim), q.dtype),
-        grid=(plan.row.shape[0], kv_heads),
-        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
-        interpret=interpret,
-        name="paged_prefill",
-    )(
-        jnp.stack(plan),
-        layer,
-        window,
-        page_table,
-        *(part.reshape(-1, head_dim).astype(operands) for part in (q, k, v)),
-        pages.reshape(-1, head_dim),
-    )
-    return out.reshape(q.shape)
+    pool, softmax = pages.shape, Softmax(scale, softcap)
+
+    def kernel(common: Common, pages_ref: tuple[jax.Ref, ...], results: Results) -> None:
+        # FLOPs: 4 * queries * keys * head_dim a turn. Bytes: 4 * keys * head_dim in bf16, which the tiles of a head
+        # find in L2 after the first. Bound by the tensor cores: 128 queries are 128 FLOPs a byte even where none is.
+        group = common.q.shape[0] // common.k.shape[0]
+        rows = common.table.shape[0]
+        find = functools.partial(find_queries, common.plan, common.window, rows, kv_heads, group, tile.queries)
+        queries, channels = find(), channels_of(tile.chunks, head_dim)
+        q_parts = [part.load(common.q, queries.matrix_row, queries.real) for part in channels]
+        work = Work(tile.keys, softmax, queries, channels, channels, q_parts)
+        state = nothing(tile.queries, channels)
+        state = through(_history(work, *pages_ref, common.table, common.layer, pool), tile.keys, state)
+        counts = DIRECT.load(common.begins, (queries.row,), queries.row < rows)
+        state = through(chunk_piece(work, common.k, common.v, kv_heads, counts), tile.keys, state)
+        store(*results, find(), state, channels)
+
+    return launch(
+        kernel, "paged_prefill", q, k, v, (pages.reshape(-1, head_dim),), layer,
+        Rows(page_table, slots, starts, lengths, offsets), window, begins,
+        tile=tile, products=products, interpret=interpret,
+    )  # fmt: skip

@@ -11,15 +11,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels.access import DIRECT
 from pallas_kernels.bits import unpair
 from pallas_kernels.errors import require
 from pallas_kernels.kv_layout import int8_page_size
 from pallas_kernels.operands import CONSTANTS, Unpack, chunks, product, rounded, sum_of, unpacker
+from pallas_kernels.paged_prefill.launch import Common, Results, launch
 from pallas_kernels.paged_prefill.pieces import (
     Channels,
     Piece,
@@ -31,11 +30,12 @@ from pallas_kernels.paged_prefill.pieces import (
     chunk_piece,
     find_queries,
     nothing,
-    plan_of,
     store,
     through,
 )
 from pallas_kernels.pages import Int8Pages
+from pallas_kernels.rows import Rows
+from pallas_kernels.softmax import Partial
 
 HEAD_DIMS = (8, 16, 32, 64, 80, 96, 128, 256)
 """Head dims whose tiles are known to fit."""
@@ -136,41 +136,6 @@ def _history(work: Work, pool: _Pool, table_ref: jax.Ref, unpack: Unpack, per_gr
     return Piece(Reach(begin, queries.floor(queries.newest), queries.start, queries.start), ahead, turn)
 
 
-def _kernel(
-    plan_ref: jax.Ref,  # [5 tiles] int32
-    layer_ref: jax.Ref,  # [] int32
-    window_ref: jax.Ref,  # [] int32
-    table_ref: jax.Ref,  # [rows width] int32
-    q_ref: jax.Ref,  # [tokens*q_heads head_dim] of the operands' dtype
-    k_ref: jax.Ref,  # [tokens*kv_heads head_dim] of the operands' dtype
-    v_ref: jax.Ref,  # [tokens*kv_heads head_dim] of the operands' dtype
-    words_ref: jax.Ref,  # [layers*num_pages*kv_heads page_words] int32, all in global memory
-    constants_ref: jax.Ref,  # [2] int32, ``operands.CONSTANTS``
-    out_ref: jax.Ref,  # [tokens*q_heads head_dim]
-    *,
-    pool: tuple[int, ...],
-    tile: Int8Tiling,
-    softmax: Softmax,
-) -> None:
-    # FLOPs: 4 * queries * keys * head_dim a turn. Bytes: keys * (2 * head_dim + 4), which the tiles of a head find in
-    # L2 after the first. Bound by the tensor cores, and by unpacking codes for few queries.
-    _, num_pages, kv_heads, page_words = pool
-    (tokens_heads, head_dim), quarter = q_ref.shape, q_ref.shape[1] // _GROUPS
-    group = tokens_heads // k_ref.shape[0]
-    find = functools.partial(find_queries, plan_ref, window_ref, table_ref.shape[0], kv_heads, group, tile.queries)
-    queries = find()
-    channels = [part for index in range(_GROUPS) for part in channels_of(tile.chunks, quarter, index * quarter)]
-    q = [part.load(q_ref, queries.matrix_row, queries.real) for part in channels]
-    work = Work(tile.keys, softmax, queries, channels, channels, q)
-    in_pool = DIRECT.load(layer_ref, ()) * num_pages
-    words = _Pool(words_ref, in_pool, kv_heads, int8_page_size(page_words, head_dim), quarter)
-    unpack = unpacker(constants_ref, q_ref.dtype, DIRECT)
-    state = nothing(tile.queries, channels)
-    state = through(_history(work, words, table_ref, unpack, tile.chunks), tile.keys, state)
-    state = through(chunk_piece(work, k_ref, v_ref, kv_heads), tile.keys, state)
-    store(out_ref, find(), state, channels)
-
-
 def paged_prefill(
     q: Float[Array, "tokens q_heads head_dim"],
     k: Float[Array, "tokens kv_heads head_dim"],
@@ -183,13 +148,14 @@ def paged_prefill(
     lengths: Int32[Array, " rows"],
     offsets: Int32[Array, " rows"],
     window: Int32[Array, ""],
+    begins: Bool[Array, " rows"] | None = None,
     *,
     scale: float,
     softcap: float = 0.0,
     products: str = "float32",
     interpret: bool = False,
     tile: Int8Tiling | None = None,
-) -> Float[Array, "tokens q_heads head_dim"]:
+) -> Float[Array, "tokens q_heads head_dim"] | Partial:
     """See ``op.paged_prefill``; tokens that belong to no row get zeros.
 
     ``interpret`` runs the kernel on any backend, slowly; ``tile`` replaces the sizes that the head dim would give.
@@ -198,28 +164,34 @@ def paged_prefill(
         ContractError: no tile fits this head dim, the query is of a dtype that the kernel does not take, or the scale
             is not positive.
     """
-    del slots
-    tokens, q_heads, head_dim = q.shape
-    _, _, kv_heads, page_words = pages.words.shape
+    head_dim = q.shape[2]
+    _, num_pages, kv_heads, page_words = pages.words.shape
     require(q.dtype in (jnp.bfloat16, jnp.float32), f"q is {q.dtype}; this kernel takes bf16 and float32")
     require(scale > 0, f"scale {scale} is not positive, which this kernel needs to find the largest score")
-    tile = tile or tiling(head_dim)
-    plan = plan_of(starts, lengths, offsets, tokens, q_heads // kv_heads, tile.queries)
-    operands = jnp.bfloat16 if products == "bf16" else q.dtype
-    out = pl.pallas_call(
-        functools.partial(_kernel, pool=pages.words.shape, tile=tile, softmax=Softmax(scale, softcap)),
-        out_shape=jax.ShapeDtypeStruct((tokens * q_heads, head_dim), q.dtype),
-        grid=(plan.row.shape[0], kv_heads),
-        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
-        interpret=interpret,
-        name="paged_prefill_int8",
-    )(
-        jnp.stack(plan),
-        layer,
-        window,
-        page_table,
-        *(part.reshape(-1, head_dim).astype(operands) for part in (q, k, v)),
-        pages.words.reshape(-1, page_words),
-        jnp.array(CONSTANTS, jnp.int32),
-    )
-    return out.reshape(q.shape)
+    tile, quarter, softmax = tile or tiling(head_dim), head_dim // _GROUPS, Softmax(scale, softcap)
+    page_size = int8_page_size(page_words, head_dim)
+
+    def kernel(common: Common, pool_refs: tuple[jax.Ref, ...], results: Results) -> None:
+        # FLOPs: 4 * queries * keys * head_dim a turn. Bytes: keys * (2 * head_dim + 4), which the tiles of a head find
+        # in L2 after the first. Bound by the tensor cores, and by unpacking codes for few queries.
+        words_ref, constants_ref = pool_refs
+        group, rows = common.q.shape[0] // common.k.shape[0], common.table.shape[0]
+        find = functools.partial(find_queries, common.plan, common.window, rows, kv_heads, group, tile.queries)
+        queries = find()
+        channels = [part for index in range(_GROUPS) for part in channels_of(tile.chunks, quarter, index * quarter)]
+        q_parts = [part.load(common.q, queries.matrix_row, queries.real) for part in channels]
+        work = Work(tile.keys, softmax, queries, channels, channels, q_parts)
+        in_pool = DIRECT.load(common.layer, ()) * num_pages
+        words = _Pool(words_ref, in_pool, kv_heads, page_size, quarter)
+        unpack = unpacker(constants_ref, common.q.dtype, DIRECT)
+        state = nothing(tile.queries, channels)
+        state = through(_history(work, words, common.table, unpack, tile.chunks), tile.keys, state)
+        counts = DIRECT.load(common.begins, (queries.row,), queries.row < rows)
+        state = through(chunk_piece(work, common.k, common.v, kv_heads, counts), tile.keys, state)
+        store(*results, find(), state, channels)
+
+    return launch(
+        kernel, "paged_prefill_int8", q, k, v, (pages.words.reshape(-1, page_words), jnp.array(CONSTANTS, jnp.int32)),
+        layer, Rows(page_table, slots, starts, lengths, offsets), window, begins,
+        tile=tile, products=products, interpret=interpret,
+    )  # fmt: skip

@@ -1,10 +1,9 @@
 """Pieces: what the Triton kernels of paged_prefill for all pool formats have in common.
 
 Owns which tile belongs to which row, the queries of a program, the two passes through a piece's keys, the softmax over
-turns, and the pieces that no format changes: a row's chunk, and what slots keep in bf16. A format supplies the piece
-for what lies in its pages. Source: tiles and the two passes, with masks only where some query does not see some key, as
-in FlashAttention-2 (arXiv 2307.08691); grouped heads share a tile as in arXiv 2305.13245; online softmax, arXiv
-1805.02867.
+turns, and the piece that no format changes: a row's chunk. A format supplies the piece for what lies in its pages.
+Source: tiles and the two passes, with masks only where some query does not see some key, as in FlashAttention-2 (arXiv
+2307.08691); grouped heads share a tile as in arXiv 2305.13245; online softmax, arXiv 1805.02867.
 """
 
 import functools
@@ -20,7 +19,6 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Int32
 
 from pallas_kernels.access import DIRECT
-from pallas_kernels.kv_layout import BLOCK, RECENT, SINKS
 from pallas_kernels.operands import product, sum_of
 from pallas_kernels.softmax import MASKED
 
@@ -255,8 +253,8 @@ class Work(NamedTuple):
         return self.softmax.turn(state, [products(self.q, keys)], None if seen is None else [seen], sums)
 
 
-def chunk_piece(work: Work, k_ref: jax.Ref, v_ref: jax.Ref, kv_heads: int) -> Piece:
-    """The row's own tokens."""
+def chunk_piece(work: Work, k_ref: jax.Ref, v_ref: jax.Ref, kv_heads: int, counts: Array) -> Piece:
+    """The row's own tokens, none of them where ``counts`` is 0."""
     queries, size = work.queries, work.keys
     key = jnp.arange(size, dtype=jnp.int32)
 
@@ -270,34 +268,8 @@ def chunk_piece(work: Work, k_ref: jax.Ref, v_ref: jax.Ref, kv_heads: int) -> Pi
     begin, whole_begin = (
         jnp.maximum(queries.floor(token) - queries.start, 0) for token in (queries.oldest, queries.newest)
     )
-    whole_end = jnp.minimum(queries.oldest, queries.newest) + 1
-    return Piece(Reach(begin, whole_begin, whole_end, queries.newest + 1), lambda _: (), turn)
-
-
-def recent_piece(work: Work, recent_ref: jax.Ref, slots_ref: jax.Ref, layer: Array, recent: tuple[int, ...]) -> Piece:
-    """What a bitmask pool keeps of the row in bf16, by its rows; ``recent`` is the shape of all of it."""
-    _, slots, kv_heads, *_ = recent
-    queries, size = work.queries, work.keys
-    opened = queries.start // BLOCK * BLOCK
-    slot = DIRECT.load(slots_ref, (queries.row,), queries.start > 0)
-    first = ((layer * slots + jnp.clip(slot, 0, slots - 1)) * kv_heads + queries.head) * 2 * RECENT
-    line = jnp.arange(size, dtype=jnp.int32)
-
-    def row_of(position: Array) -> Array:
-        """Where a position behind the last full block lies, or the next one that lies here."""
-        return jnp.where(position < SINKS, position, SINKS + jnp.maximum(position - opened, 0))
-
-    def turn(index: Array, _: State, state: State, masked: bool) -> State:
-        del masked
-        row = index * size + line
-        position = jnp.where(row < SINKS, row, opened + row - SINKS)
-        # while the first block is not full, nothing lies in rows 16..31
-        real = (position < queries.start) & ((row < SINKS) | (position >= SINKS)) & (row < RECENT)
-        seen = real[None, :] & queries.seen(position)
-        return work.turn(state, (recent_ref, first + row), (recent_ref, first + row + RECENT), real, seen)
-
-    end = row_of(queries.start)
-    return Piece(Reach(jnp.minimum(row_of(queries.floor(queries.oldest)), end), None, None, end), lambda _: (), turn)
+    whole_end = (jnp.minimum(queries.oldest, queries.newest) + 1) * counts
+    return Piece(Reach(begin, whole_begin, whole_end, (queries.newest + 1) * counts), lambda _: (), turn)
 
 
 def products(a: Sequence[Array], b: Sequence[Array]) -> Array:
@@ -314,9 +286,11 @@ def nothing(queries: int, channels: Sequence[Channels]) -> State:
     )
 
 
-def store(out_ref: jax.Ref, queries: Queries, state: State, channels: Sequence[Channels]) -> None:
-    """Write what the softmax comes to, zeros for queries that saw no key."""
-    _, total, *weighted = state
+def store(out_ref: jax.Ref, lse_ref: jax.Ref, queries: Queries, state: State, channels: Sequence[Channels]) -> None:
+    """Write what the softmax comes to, zeros for queries that saw no key, and the logarithms of its totals."""
+    peak, total, *weighted = state
     inverse = 1 / jnp.maximum(total, 1e-30)
+    lse = jnp.where(total > 0, (peak + jnp.log2(jnp.maximum(total, 1e-30))) * math.log(2), MASKED)
+    DIRECT.store(lse_ref, (queries.matrix_row,), lse, queries.real)
     for part, found in zip(channels, weighted, strict=True):
         part.store(out_ref, queries.matrix_row, queries.real, (found * inverse[:, None]).astype(out_ref.dtype))

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels.pages import Pages, fetch, in_pages, pool_shape, recent, turned_back
 from pallas_kernels.rows import Places, Rows, places
-from pallas_kernels.softmax import Partial, capped, empty, finish, merge, weigh
+from pallas_kernels.softmax import Partial, capped, empty, finish, merge, weigh, where
 
 QUERY_TILE = 128
 KEY_BLOCK = 512
@@ -28,11 +28,12 @@ def paged_prefill(
     lengths: Int32[Array, " rows"],
     offsets: Int32[Array, " rows"],
     window: Int32[Array, ""],
+    begins: Bool[Array, " rows"] | None = None,
     *,
     scale: float,
     softcap: float = 0.0,
     products: str,
-) -> Float[Array, "tokens q_heads head_dim"]:
+) -> Float[Array, "tokens q_heads head_dim"] | Partial:
     """See ``op.paged_prefill``."""
     tokens, q_heads, head_dim = q.shape
     wanted = q.dtype
@@ -44,8 +45,13 @@ def paged_prefill(
     grouped = (q.astype(jnp.float32) * scale).astype(q.dtype).reshape(tokens, kv_heads, group, head_dim)
     grouped = jnp.moveaxis(grouped, 0, 2)  # kv_heads group tokens head_dim
     rows = Rows(page_table, slots, starts, lengths, offsets)
-    own = _inside_chunk(grouped, k, v, places(rows, tokens), window, softcap)
-    merged = _history(own, grouped, pages, layer, rows, window, softcap)
+    at = places(rows, tokens)
+    own = _inside_chunk(grouped, k, v, at, window, softcap)
+    if begins is not None:
+        own = where(begins[at.row] & at.valid, own, empty(own.peak.shape, head_dim))
+    merged = _history(own, grouped, pages, layer, rows, window, begins, softcap)
+    if begins is not None:
+        return Partial(*(jnp.moveaxis(part, 2, 0).reshape(tokens, q_heads, *part.shape[3:]) for part in merged))
     out = finish(merged)  # kv_heads group tokens head_dim
     return jnp.moveaxis(out, 2, 0).reshape(tokens, q_heads, head_dim).astype(wanted)
 
@@ -94,6 +100,7 @@ def _history(
     layer: Int32[Array, ""],
     rows: Rows,
     window: Int32[Array, ""],
+    begins: Bool[Array, " rows"] | None,
     softcap: float,
 ) -> Partial:
     tokens = grouped.shape[2]
@@ -111,8 +118,8 @@ def _history(
         queries = jax.lax.dynamic_slice_in_dim(padded, first, tile, axis=2)
         position = rows.starts[row] + local + jnp.arange(tile)
         in_row = local + jnp.arange(tile) < rows.lengths[row]
-        found = _over_pages(queries, position, in_row, pages, layer, rows, row, window, softcap)
-        if (near := _recent(queries, position, in_row, pages, layer, rows, row, window, softcap)) is not None:
+        found = _over_pages(queries, position, in_row, pages, layer, rows, row, window, begins, softcap)
+        if (near := _recent(queries, position, in_row, pages, layer, rows, row, window, begins, softcap)) is not None:
             found = merge(found, near)
         before = Partial(*(jax.lax.dynamic_slice_in_dim(part, first, tile, axis=2) for part in state))
         after = merge(before, found)
@@ -136,12 +143,13 @@ def _over_pages(
     rows: Rows,
     row: Int32[Array, ""],
     window: Int32[Array, ""],
+    begins: Bool[Array, " rows"] | None,
     softcap: float,
 ) -> Partial:
     shape = pool_shape(pages, queries.shape[3])
     kv_heads, page_size, head_dim = shape.kv_heads, shape.page_size, shape.head_dim
     table = rows.page_table[row]
-    first_stored, end_stored = (bound[0] for bound in in_pages(pages, rows.starts[row][None]))
+    first_stored, end_stored = (bound[0] for bound in in_pages(pages, rows.starts[row][None], _of_row(begins, row)))
     block_pages = min(max(1, KEY_BLOCK // page_size), table.shape[0])
     block = block_pages * page_size
     table = jnp.pad(table, (0, -table.shape[0] % block_pages))
@@ -174,12 +182,17 @@ def _recent(
     rows: Rows,
     row: Int32[Array, ""],
     window: Int32[Array, ""],
+    begins: Bool[Array, " rows"] | None,
     softcap: float,
 ) -> Partial | None:
     """What the row keeps outside of pages, if the format keeps anything there."""
-    beside = recent(pages, layer, rows.slots[row][None], rows.starts[row][None])
+    beside = recent(pages, layer, rows.slots[row][None], rows.starts[row][None], _of_row(begins, row))
     if beside is None:
         return None
     valid = in_row[:, None] & beside.valid
     valid &= (window <= 0) | (beside.position > position[:, None] - window)
     return _attend(queries, beside.k[0].astype(queries.dtype), beside.v[0].astype(queries.dtype), valid, softcap)
+
+
+def _of_row(begins: Bool[Array, " rows"] | None, row: Int32[Array, ""]) -> Bool[Array, " 1"] | None:
+    return None if begins is None else begins[row][None]

@@ -10,8 +10,7 @@ from appliance.config import ApplianceConfig
 from pallas_kernels.card import find_card
 from pallas_kernels.compiled import missing
 from pallas_kernels.paged_prefill import examine
-from pallas_kernels.paged_prefill.cases import CASES, QUANTISED_CASES, PrefillCase
-from pallas_kernels.paged_prefill.pallas_bitmask import BitmaskTiling
+from pallas_kernels.paged_prefill.cases import BLOCK_CASES, CASES, QUANTISED_CASES, PrefillCase
 
 needs_compiler = pytest.mark.skipif(bool(missing()), reason=missing() or "present")
 
@@ -19,9 +18,10 @@ needs_compiler = pytest.mark.skipif(bool(missing()), reason=missing() or "presen
 @needs_compiler
 def test_every_case_keeps_within_an_a100():
     context = BenchContext(ApplianceConfig(), lambda *_: None)
-    examined = kernels_static.examine(context, "a100_sxm_80", "paged_prefill")
+    found = kernels_static.examine(context, "a100_sxm_80", "paged_prefill")
     cases = [*CASES, *QUANTISED_CASES]
-    assert len(examined) == len(cases)
+    examined, unpacking = found[: len(cases)], found[len(cases) :]
+    assert len(unpacking) == len(BLOCK_CASES)
     results = {result.name: result for result in kernels_static.figures(examined)}
     assert {name: result.met for name, result in results.items() if result.op} == {
         "spill_bytes_max": True,
@@ -32,12 +32,18 @@ def test_every_case_keeps_within_an_a100():
     assert results["smem_prefill_max"].value <= 98_304, "two tiles of keys and values and the queries"
     for case, found in zip(cases, examined, strict=True):
         tile = examine.tile_of(case)
-        if isinstance(tile, BitmaskTiling):
-            continue
         channels = sum(tile.chunks) * (4 if case.kv_format == "int8" else 1)
         products = tile.queries * tile.keys * channels // (16 * 8 * 16)
         # two products in each of four loops, and no warp repeats what another one does
         assert found.tensor_products == 4 * 2 * products // tile.warps, case.name
+
+    results = {result.name: result for result in kernels_static.figures(unpacking)}
+    assert {name: result.met for name, result in results.items() if result.op} == {
+        "spill_bytes_max": True,
+        "smem_unpack_max": True,
+    }
+    assert results["unpack_ctas_per_sm_min"].value >= 2
+    assert all(case.tensor_products for case in unpacking), "values are turned back by tensor cores"
 
 
 def named(name: str) -> PrefillCase:

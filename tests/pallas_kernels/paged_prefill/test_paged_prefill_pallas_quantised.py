@@ -14,7 +14,7 @@ from pallas_kernels.errors import ContractError
 from pallas_kernels.kv_bitmask.rotation import rotation
 from pallas_kernels.kv_layout import BITMASK_HEAD_DIMS, BitmaskLayout
 from pallas_kernels.model_shapes import HeadShape
-from pallas_kernels.paged_prefill import examine, op, pallas_bitmask, pallas_int8
+from pallas_kernels.paged_prefill import examine, op, pallas, pallas_bitmask, pallas_int8
 from pallas_kernels.paged_prefill.cases import BLOCK_CASES, FORMATS, QUANTISED_CASES
 from pallas_kernels.pages import BitmaskPages, Int8Pages
 from tests.support.gpu_lowering import lowered_for_a100
@@ -29,7 +29,6 @@ SCALE = 0.125
 TOLERANCE = {"float32": 1e-5, "bf16": 4e-2}
 CHUNKS = ((300, 9), (0, 5), (144, 3), (16, 4), (127, 3), (128, 1), (15, 2), (0, 0))
 """(positions before, tokens): histories that end inside a block, with one, among the first positions, and none."""
-BASE_BITS = {"bmq4": 4, "bmq2": 2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,14 +51,15 @@ CASES = (
     Case("bmq4", HeadShape("heads", 1, 1, 8), 384),
     Case("bmq2", HeadShape("heads", 2, 2, 96), 128),
     Case("bmq2", HeadShape("heads", 8, 2, 64), 512),
+    Case("bmq4", HeadShape("heads", 2, 1, 128), 128),
+    Case("bmq2", HeadShape("heads", 1, 1, 256), 128),
 )
 
 
 def tile_of(kv_format, head_dim, **sizes):
     """Lower tiles than a GPU would get, which take an interpreter less time."""
-    if kv_format == "int8":
-        return dataclasses.replace(pallas_int8.tiling(head_dim), **sizes)
-    return dataclasses.replace(pallas_bitmask.tiling(BitmaskLayout(head_dim, BASE_BITS[kv_format])), **sizes)
+    tile = pallas_int8.tiling(head_dim) if kv_format == "int8" else pallas.tiling(2048, 1, 1, head_dim)
+    return dataclasses.replace(tile, **sizes)
 
 
 @functools.cache
@@ -217,6 +217,3 @@ def test_what_a_kernel_does_not_take_is_refused():
     refused(bmq4, 64, r"scale -1.0 is not positive", scale=-1.0)
     refused(bmq4._replace(recent=bmq4.recent.astype(jnp.float16)), 64, "rows of slots are float16; this kernel takes")
     refused(bmq4, 192, "head_dim 192")
-    wide = jnp.zeros((1, 2, 1, 1, BitmaskLayout(128, 4).words), jnp.int32)
-    bmq4 = BitmaskPages(wide, jnp.zeros((1, 1, 1, 2, 144, 128), jnp.bfloat16))
-    refused(bmq4, 128, r"head_dim 128 has no tile; this kernel takes \(8, 16, 32, 64, 80, 96\)")
