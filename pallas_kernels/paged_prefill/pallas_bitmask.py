@@ -276,6 +276,7 @@ def paged_prefill(
     """
     require(q.dtype in (jnp.bfloat16, jnp.float32), f"q is {q.dtype}; this kernel takes bf16 and float32")
     require(pages.recent.dtype == jnp.bfloat16, f"rows of slots are {pages.recent.dtype}; this kernel takes bf16")
+    require(scale > 0, f"scale {scale} is not positive, which this kernel needs to find the largest score")
     dtype = jnp.dtype(jnp.bfloat16 if products == "bf16" else q.dtype)
     rows, head_dim = starts.shape[0], q.shape[2]
     history = unpacked(
