@@ -170,9 +170,16 @@ def _plan(config: ApplianceConfig, architecture: ModelArchitecture, context: int
         context_devices=engine.context_devices,
     )
     try:
-        return with_pool(draft, _kv_bytes(config, draft))
+        plan = with_pool(draft, _kv_bytes(config, draft))
     except PoolError as error:
         raise _named(error, config, draft) from error
+    bound = usable_bytes(config)
+    if not memory_plan(plan, usable_bytes=bound).fits:
+        raise PlanError(
+            f"engine.kv_memory_mb {engine.kv_memory_mb} passes the {pool_bytes(draft, bound) // _MIB} MiB that target "
+            f"{target.name} leaves for pages in {kv_format}: lower it or leave it out"
+        )
+    return plan
 
 
 def _kv_bytes(config: ApplianceConfig, draft: Plan) -> int:

@@ -105,6 +105,11 @@ def test_auto_takes_the_most_bits_with_which_the_longest_context_fits() -> None:
             LLAMA, GPU, {"gpu": {"memory_limit_mb": 90_000}},
             "gpu.memory_limit_mb 90000 is above the 79109 MiB that target a100_sxm_80 has for programs",
         ),
+        (
+            LLAMA, {**GPU, "kv_memory_mb": 70_000}, {},
+            "engine.kv_memory_mb 70000 passes the 61169 MiB that target a100_sxm_80 leaves for pages in bf16: lower it",
+        ),
+        (LLAMA, {**GPU, "kv_memory_mb": 70_000}, {"gpu": {"memory_limit_mb": 50_000}}, r"passes the \d+ MiB"),
         (LLAMA, {**GPU, "kv_format": "float32"}, {}, "kv_format float32 is never built for a GPU"),
         (LLAMA, {**GPU, "implementation": "xla"}, {}, "implementation 'xla' is not one of"),
         (LLAMA, {**GPU, "devices": 3}, {}, "devices 3 do not divide the model's q_heads 32"),
