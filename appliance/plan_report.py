@@ -58,12 +58,12 @@ def answer(
     """
     if reference is not None:
         architecture = find_architecture(reference)
-        model_context = architecture.context
+        name, model_context = reference, architecture.context
     else:
         record = read_record(ModelLibrary(config.home).folder(config.model.reference))
-        architecture, model_context = record.read_architecture(), record.context
+        name, architecture, model_context = record.name, record.read_architecture(), record.context
     if context is None:
-        return plan_document(config, architecture, model_context)
+        return {"model": name, **plan_document(config, architecture, model_context)}
     free = None if free_gb is None else int(free_gb * 1e9)
     return path_document(config, architecture, model_context, context_len=context, expected_output=output, free=free)
 
@@ -143,11 +143,11 @@ def terms_for(config: ApplianceConfig, architecture: ModelArchitecture, model_co
 
 
 def plan_lines(document: Mapping[str, Any]) -> Iterator[str]:
-    """The document for people."""
+    """A plan for people; beside what ``plan_document`` has, the document names the model."""
     memory, lattice = document["memory"], document["lattice"]
     yield (
-        f"{document['architecture']['family']}, {document['parameters'] / 1e9:.2f} billion weights in "
-        f"{document['weight_form']}, on {document['devices']} x {document['target']}"
+        f"{document['model']}, {document['parameters'] / 1e9:.2f} billion weights in {document['weight_form']}, on "
+        f"{document['devices']} x {document['target']}"
     )
     if document["context_devices"] > 1:
         devices, shard_len = document["context_devices"], document["shard_len"]

@@ -51,7 +51,7 @@ def test_the_document_of_an_a100(run: Callable[..., Result]) -> None:
 @pytest.mark.usefixtures("quick")
 def test_the_form_for_people(run: Callable[..., Result]) -> None:
     lines = run(*A100).stdout.splitlines()
-    assert lines[0] == "llama, 8.03 billion weights in bf16, on 1 x a100_sxm_80"
+    assert lines[0] == "llama-3.1-8b, 8.03 billion weights in bf16, on 1 x a100_sxm_80"
     assert "page-table widths  32768 65536 131072" in lines
     assert "bf16    16.00  14   7    3     489344     64.14" in lines
     assert "all  5.0%  50.0%  10        2" in lines
@@ -78,7 +78,7 @@ def test_a_config_file_is_as_good_as_a_name_and_short_contexts_have_their_own_co
     file = tmp_path / "config.json"
     file.write_text(json.dumps(public))
     by_file, by_name = (run("plan", "--architecture", name, "--target", "h200_sxm") for name in (str(file), "qwen3-8b"))
-    assert by_file.stdout == by_name.stdout
+    assert by_file.stdout.partition("\n")[2] == by_name.stdout.partition("\n")[2], "but for the name"
     assert "format  bits   32K  40K  positions  pages, GB" in by_file.stdout
 
 
