@@ -222,3 +222,19 @@ def test_children_get_no_secrets_and_know_their_metrics(monkeypatch: pytest.Monk
         assert "NOTIFY_SOCKET" not in environment
         assert environment["PROMETHEUS_MULTIPROC_DIR"] == str(tmp_path)
     assert configuration.engine_environment(made(), tmp_path)["JAX_PLATFORMS"] == "cpu"
+
+
+def test_the_engine_sees_as_many_devices_as_share_the_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("CUDA_VISIBLE_DEVICES", "JAX_PLATFORMS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_max_isa=AVX2")
+    one, several = made(gpu={"device_id": 2}), made(gpu={"device_id": 2}, engine={"devices": 3})
+    assert configuration.engine_environment(one, tmp_path)["CUDA_VISIBLE_DEVICES"] == "2"
+    assert configuration.engine_environment(one, tmp_path)["XLA_FLAGS"] == "--xla_cpu_max_isa=AVX2"
+    environment = configuration.engine_environment(several, tmp_path)
+    assert environment["CUDA_VISIBLE_DEVICES"] == "2,3,4"
+    assert environment["XLA_FLAGS"] == "--xla_cpu_max_isa=AVX2 --xla_force_host_platform_device_count=3"
+    cards = made(engine={"devices": 3, "target": "a100_sxm_80"})
+    environment = configuration.engine_environment(cards, tmp_path)
+    assert environment["XLA_FLAGS"] == "--xla_cpu_max_isa=AVX2"
+    assert "JAX_PLATFORMS" not in environment
