@@ -120,6 +120,12 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     max_waiting_tokens: Annotated[int, _number(64, 1 << 31, "Prompt ids that may wait; more get 429.")] = 524_288
 
 
+class PredictionConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Lengths of completions, learned from finished requests for admission."""
+
+    enabled: Annotated[bool, _text("Learn how long answers get, and admit requests by it.")] = True
+
+
 class AuthConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """API keys."""
 
@@ -152,6 +158,7 @@ class ApplianceConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     shared_memory: SharedMemoryConfig = SharedMemoryConfig()
     model: ModelConfig = ModelConfig()
     engine: EngineConfig = EngineConfig()
+    prediction: PredictionConfig = PredictionConfig()
     auth: AuthConfig = AuthConfig()
     log: LogConfig = LogConfig()
     paths: PathsConfig = PathsConfig()
@@ -306,6 +313,19 @@ def engine_environment(config: ApplianceConfig, metrics: Path) -> dict[str, str]
     environment.setdefault("CUDA_VISIBLE_DEVICES", ",".join(map(str, cards)))
     environment.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     return environment
+
+
+def training_environment() -> dict[str, str]:
+    """The environment of the process that trains the length predictor: one thread, and no accelerator to be seen."""
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    return {
+        **_inherited(),
+        **threads,
+        "JAX_PLATFORMS": "cpu",
+        "CUDA_VISIBLE_DEVICES": "",
+        "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false --xla_cpu_parallel_codegen_split_count=1",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+    }
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):

@@ -34,7 +34,9 @@ from appliance.engine_ports import (
     EngineMetrics,
     EngineReport,
     Finished,
+    Forecast,
     Gateway,
+    NoForecast,
     NoMetrics,
     ProgramSet,
     StepOutput,
@@ -74,6 +76,7 @@ class Engine:
         gateway: where requests come from and ids go to.
         vocab: ids of the model.
         metrics: what is counted.
+        forecast: what lengths are expected, for admission.
         clock: monotonic seconds.
 
     Raises:
@@ -90,6 +93,7 @@ class Engine:
         *,
         vocab: int,
         metrics: EngineMetrics | None = None,
+        forecast: Forecast | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         lattice, pool = scheduler.lattice, scheduler.pool
@@ -103,6 +107,7 @@ class Engine:
         self._gateway = gateway
         self._vocab = vocab
         self._metrics = metrics or NoMetrics()
+        self._forecast = forecast or NoForecast()
         self._clock = clock
         self._table = SlotTable(lattice.decode_slots[-1], lattice.widths[-1], pool.unused)
         self._in_flight: list[_Launch] = []
@@ -140,6 +145,7 @@ class Engine:
         while not stop() and not self.drained:
             self.step(IDLE_S if self.idle else 0.0)
         self._end_all("the engine was stopped before this sequence ended; send the request again")
+        self._forecast.close()
 
     def step(self, wait_s: float = 0.0) -> None:
         """One turn of the loop; see the module for the walk.
@@ -181,6 +187,9 @@ class Engine:
             refusal = self._scheduler.submit(message.sequences, self._tokens_per_s)
             if refusal is None:
                 self._gateway.admitted(key)
+                expected = self._forecast.expect(message.sequences)
+                for sequence in message.sequences:
+                    sequence.expected_len = expected
             else:
                 self._gateway.refused(key, refusal.kind, refusal.message, refusal.retry_after_s)
         if self._drain_until_s is not None and self._scheduler.num_live and self._clock() >= self._drain_until_s:
@@ -236,7 +245,7 @@ class Engine:
             for index in self._scheduler.commit(launch.sequences, ids, now_s):
                 sequence = launch.sequences[index]
                 record = logprobs.record(index, ids[index]) if sequence.sampling.top_logprobs >= 0 else ()
-                finish = _finished(sequence, now_s) if sequence.status is Status.FINISHED else None
+                finish = self._ended(sequence, now_s) if sequence.status is Status.FINISHED else None
                 emissions.append(Emission(sequence.key, sequence.completion_len, (ids[index],), record, finish))
         return emissions + self._finishes({emission.key for emission in emissions if emission.finish is not None})
 
@@ -244,10 +253,14 @@ class Engine:
         """The finishes of sequences without a new id in this step."""
         now_s = self._clock()
         return [
-            Emission(sequence.key, sequence.completion_len, finish=_finished(sequence, now_s))
+            Emission(sequence.key, sequence.completion_len, finish=self._ended(sequence, now_s))
             for sequence in self._scheduler.take_finished()
             if sequence.key not in told
         ]
+
+    def _ended(self, sequence: Sequence, now_s: float) -> Finished:
+        self._forecast.ended(sequence)
+        return _finished(sequence, now_s)
 
     def _publish(self, emissions: list[Emission]) -> None:
         if emissions:

@@ -1,8 +1,10 @@
 """The engine's side of the metrics: counts launches, steps and the state of the moment.
 
-Implements ``appliance.engine_ports.EngineMetrics`` on ``appliance.telemetry.Metrics``. Runs within a step, so it
-touches only counters that were made before.
+Implements ``appliance.engine_ports.EngineMetrics`` and ``appliance.prediction.PredictionMetrics`` on
+``appliance.telemetry.Metrics``. Runs within a step, so it touches only counters that were made before.
 """
+
+from typing import Literal
 
 from appliance.engine_ports import EngineReport
 from appliance.telemetry import Metrics
@@ -17,6 +19,8 @@ class EngineObserver:
         self._metrics = metrics
         self._steps = {phase: metrics.steps.labels(str(phase)) for phase in Phase}
         self._rows = {phase: metrics.step_rows.labels(str(phase)) for phase in Phase}
+        self._predictions = {source: metrics.predictions.labels(source) for source in ("lstm", "baseline")}
+        self._trainings = {outcome: metrics.prediction_trainings.labels(outcome) for outcome in ("done", "failed")}
 
     def launched(self, bucket: Bucket, rows: int, tokens: int) -> None:  # noqa: ARG002 - tokens are counted by step
         """A program was dispatched."""
@@ -49,3 +53,17 @@ class EngineObserver:
     def compiled(self) -> None:
         """A program was compiled after ready, which should never happen."""
         self._metrics.compilations.inc()
+
+    def predicted(self, source: Literal["lstm", "baseline"]) -> None:
+        """The length of a request was predicted."""
+        self._predictions[source].inc()
+
+    def scored(self, lstm_loss: float, baseline_loss: float, *, use_lstm: bool) -> None:
+        """Both scores, in ids a request, and which of the two predicts from now on."""
+        self._metrics.prediction_lstm_loss.set(lstm_loss)
+        self._metrics.prediction_baseline_loss.set(baseline_loss)
+        self._metrics.prediction_lstm.set(1 if use_lstm else 0)
+
+    def trained(self, outcome: Literal["done", "failed"]) -> None:
+        """A training is over."""
+        self._trainings[outcome].inc()

@@ -5,6 +5,7 @@ Owns the seam types of ``engine``. Nothing here computes, and nothing here knows
 """
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -203,3 +204,35 @@ class NoMetrics:
 
     def reported(self, report: EngineReport) -> None:
         """Ignore a report."""
+
+
+# ---------------------------------------------------------------------- prediction
+
+
+class Forecast(Protocol):
+    """How long completions are going to be. Called on the engine's thread, so it must be quick; it never raises."""
+
+    def expect(self, choices: Many[Sequence]) -> float | None:
+        """Completion ids that each choice of a request just queued is expected to get; None: nothing is known."""
+        ...
+
+    def ended(self, sequence: Sequence) -> None:
+        """A sequence that was asked about has ended, whatever the reason."""
+        ...
+
+    def close(self) -> None:
+        """The engine asks no more."""
+        ...
+
+
+class NoForecast:
+    """Expects nothing."""
+
+    def expect(self, choices: Many[Sequence]) -> float | None:
+        """Nothing is known."""
+
+    def ended(self, sequence: Sequence) -> None:
+        """Ignore an end."""
+
+    def close(self) -> None:
+        """There is nothing to close."""

@@ -167,6 +167,15 @@ class Metrics:
         self.steps = counter("zccp_steps", "Program launches.", ("phase",))
         self.step_rows = counter("zccp_step_rows", "Sequences in those launches.", ("phase",))
         self.step_host = histogram("zccp_step_host_seconds", "Host time of a step.", _STEP_BUCKETS)
+        self.predictions = counter("zccp_predictions", "Completion lengths predicted.", ("source",))
+        self.prediction_lstm = gauge("zccp_prediction_lstm_in_use", "1 while the LSTM predicts, 0 for the baseline.")
+        self.prediction_lstm_loss = gauge(
+            "zccp_prediction_lstm_loss_tokens", "Pinball loss of the LSTM on held-out requests."
+        )
+        self.prediction_baseline_loss = gauge(
+            "zccp_prediction_baseline_loss_tokens", "Pinball loss of the rolling quantile on the same requests."
+        )
+        self.prediction_trainings = counter("zccp_prediction_trainings", "Trainings of the LSTM.", ("outcome",))
         self.requests = counter("zccp_requests", "Requests answered.", ("route", "status"))
         self.finished = counter("zccp_requests_finished", "Requests ended.", ("reason",))
         self.first_token = histogram("zccp_time_to_first_token_seconds", "Arrival to first token.", _LATENCY_BUCKETS)

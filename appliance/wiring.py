@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 
 from appliance.assignment import Assignment
+from appliance.config import training_environment
 from appliance.engine import Engine
 from appliance.engine_metrics import EngineObserver
 from appliance.engine_ports import Gateway, ProgramSet
@@ -16,6 +17,7 @@ from appliance.model.energy import read_energy
 from appliance.model.record import read_record, weights_folder
 from appliance.model.store import restore
 from appliance.planning import plan_for, signing_key_file, store_directory
+from appliance.prediction import LengthForecast, TrainingProcess, state_file
 from appliance.submission import ModelLimits
 from planner.buckets import Bucket, Phase
 from planner.decoder import QUERY_ENERGY
@@ -71,7 +73,16 @@ def build_engine(
         ),
     )
     vocab = plan.architecture.vocab
-    engine = Engine(weights, state, program_set(programs), scheduler, gateway, vocab=vocab, metrics=observer)
+    engine = Engine(
+        weights,
+        state,
+        program_set(programs),
+        scheduler,
+        gateway,
+        vocab=vocab,
+        metrics=observer,
+        forecast=_forecast(assignment, folder.name, observer),
+    )
     jax.monitoring.register_event_duration_secs_listener(_count_compilations(observer))
     return engine, ModelLimits(vocab=vocab, context=plan.context, eos_ids=frozenset(record.eos_ids))
 
@@ -83,6 +94,17 @@ def program_set(programs: dict[Bucket, Program]) -> ProgramSet:
     }
     (set_slot,) = phases[Phase.SET_SLOT].values()
     return ProgramSet(decode=phases[Phase.DECODE], prefill=phases[Phase.PREFILL], set_slot=set_slot)
+
+
+def _forecast(assignment: Assignment, model: str, observer: EngineObserver) -> LengthForecast | None:
+    """What predicts lengths, started, if the configuration wants it; its trainings use the folder of this run."""
+    config = assignment.config
+    if not config.prediction.enabled:
+        return None
+    trainer = TrainingProcess(Path(assignment.socket).parent, training_environment())
+    forecast = LengthForecast(state_file(config.home, model), model, trainer, observer)
+    forecast.start()
+    return forecast
 
 
 def _run_once(plan: Plan, programs: dict[Bucket, Program], weights: object) -> object:

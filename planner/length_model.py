@@ -25,6 +25,9 @@ from planner.history import (
 HIDDEN = 16
 """Width of the LSTM's state."""
 
+MIN_HISTORY = 400
+"""Finished requests below which no model is trained."""
+
 SHAPES: Mapping[str, tuple[int, ...]] = {
     "inputs": (NUM_FEATURES, 4 * HIDDEN),
     "recurrent": (HIDDEN, 4 * HIDDEN),
@@ -54,6 +57,24 @@ class LengthModel:
             array, shape = getattr(self, field.name), SHAPES[field.name]
             if array.shape != shape or array.dtype != np.float32 or not np.isfinite(array).all():
                 raise ValueError(f"{field.name} is {array.dtype} {array.shape}; finite float32 {shape} needed")
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Mean pinball losses on ``held_out`` requests, in ids a request, and the gate's answer."""
+
+    lstm: float
+    baseline: float
+    held_out: int
+    use_lstm: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A model with its scores."""
+
+    model: LengthModel
+    scores: Scores
 
 
 def correction(model: LengthModel, inputs: Features) -> Float32[np.ndarray, " requests"]:

@@ -14,7 +14,6 @@ process of its own (``appliance.prediction_training``), on the CPU, and hands ba
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import flax.linen as nn
@@ -34,10 +33,7 @@ from planner.history import (
     log_length,
     pinball,
 )
-from planner.length_model import HIDDEN, LengthModel, predict
-
-MIN_HISTORY = 400
-"""Finished requests below which nothing is trained."""
+from planner.length_model import HIDDEN, MIN_HISTORY, LengthModel, Scores, Trained, predict
 
 HELD_OUT_SHARE = 0.25
 CHOOSING_SHARE = 0.2
@@ -64,24 +60,6 @@ class LengthLstm(nn.Module):
         """What is added to the baseline, in ``log_length``."""
         states = cast("Array", nn.RNN(nn.OptimizedLSTMCell(HIDDEN), name="lstm")(inputs))
         return nn.Dense(1, kernel_init=nn.initializers.zeros_init(), name="head")(states[:, -1])[:, 0]
-
-
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """Mean pinball losses on ``held_out`` requests, in ids a request, and the gate's answer."""
-
-    lstm: float
-    baseline: float
-    held_out: int
-    use_lstm: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Trained:
-    """A model with its scores."""
-
-    model: LengthModel
-    scores: Scores
 
 
 class _Examples(NamedTuple):

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from planner.history import QUANTILE, Column, History, features, pinball
-from planner.length_model import LengthModel, correction, predict
-from planner.predict import MIN_HISTORY, NUM_BLOCKS, LengthLstm, Trained, passes_gate, to_model, train
+from planner.length_model import MIN_HISTORY, LengthModel, Trained, correction, predict
+from planner.predict import NUM_BLOCKS, LengthLstm, passes_gate, to_model, train
 from tests.support.traces import noise, regimes
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 
 from appliance.engine import Engine
-from appliance.engine_ports import Arrival, Cancellation, Emission, EngineReport, Finished
+from appliance.engine_ports import Arrival, Cancellation, Emission, EngineReport, Finished, Forecast
 from planner.buckets import Bucket, Lattice
 from planner.pages import PagePool
 from planner.schedule import Scheduler, SchedulerSettings
@@ -102,6 +102,7 @@ class EngineRig:
         lattice: Lattice = LATTICE,
         align: int = 16,
         prefill_budget: int = 32,
+        forecast: Forecast | None = None,
         **bounds: int,
     ) -> None:
         self.clock = Clock()
@@ -118,6 +119,7 @@ class EngineRig:
             self.gateway,
             vocab=VOCAB,
             metrics=self.tally,
+            forecast=forecast,
             clock=self.clock,
         )
         self.requests: dict[int, Sequence] = {}
