@@ -6,6 +6,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .PHONY: help setup serve test quick lint lock clean
 
+WORKERS ?= 2
 PYTHON ?= $(shell command -v python3.11 || command -v python3 || echo python3)
 MODEL ?= smollm2-135m
 VENV := .venv
@@ -24,11 +25,11 @@ serve: $(RUNTIME) ## fetch and convert the small model, build its programs, serv
 	@$(BIN)/zccp build --model $(MODEL)
 	@exec $(BIN)/zccp serve --model $(MODEL) --host 127.0.0.1
 
-test: $(DEVELOPMENT) ## run the whole test suite
-	$(BIN)/python -m pytest
+test: $(DEVELOPMENT) ## run the whole test suite in two processes; make test WORKERS=N for more
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
 quick: $(DEVELOPMENT) ## run the tests that start no real model and none of the repository checks
-	$(BIN)/python -m pytest -m "not system" --ignore tests/repo
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder -m "not system" --ignore tests/repo
 
 lint: $(DEVELOPMENT) ## run the repository checks: format, types, layers, sizes, documents
 	$(BIN)/python -m pytest tests/repo
