@@ -9,7 +9,8 @@ Never imports jax.
 2. ``ended``, on the engine's thread: a request that ended by itself becomes a record. Every TRAIN_EVERY records, the
    thread is given a copy of the history, unless it is still busy with the last one.
 3. The thread starts a process that trains (``appliance.prediction_training``), waits for it, and puts its model in use
-   with one assignment. Then it saves the state. There is at most one training at a time.
+   with one assignment. Then it saves the state. There is at most one training at a time. After one that failed, the
+   baseline predicts.
 
 A process, because in the engine's own the training would be compiled there or add its compilation to every start,
 would run on XLA's threads at the priority of the steps, and could take the engine down with it.
@@ -22,6 +23,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Literal, Protocol
@@ -259,7 +261,8 @@ class LengthForecast:
             try:
                 self._train(job)
             except Exception as error:  # noqa: BLE001 - the next training may go better
-                _log.error("a training of the length predictor failed", cause=type(error).__name__, exc_info=error)
+                _log.error("the length predictor is at fault", cause=type(error).__name__, exc_info=error)
+                self._distrust()
             finally:
                 self._training = False
 
@@ -270,7 +273,8 @@ class LengthForecast:
             if self._closing:
                 return
             self._metrics.trained("failed")
-            _log.warning("a training of the length predictor failed", cause=str(error))
+            _log.warning("a training of the length predictor failed; the baseline predicts", cause=str(error))
+            self._distrust()
             return
         self._trained = trained
         self._metrics.trained("done")
@@ -284,6 +288,13 @@ class LengthForecast:
             use_lstm=scores.use_lstm,
         )
         self._save(PredictionState(self._model, job.history, trained))
+
+    def _distrust(self) -> None:
+        """Let the baseline predict until a training succeeds: scores of long ago say nothing of today's requests."""
+        trained = self._trained
+        if trained is not None:
+            self._trained = Trained(trained.model, replace(trained.scores, use_lstm=False))
+            self._report()
 
     # ------------------------------------------------------------------ on either
 

@@ -49,8 +49,11 @@ class ScheduleMachine(RuleBasedStateMachine):
         n=st.sampled_from([1, 1, 2, 3]),
         tenant=st.sampled_from("ab"),
         patience=st.none() | st.integers(1, 30),
+        expected=st.none() | st.floats(),
     )
-    def submit(self, length: int, max_tokens: int, n: int, tenant: str, patience: int | None) -> None:
+    def submit(
+        self, length: int, max_tokens: int, n: int, tenant: str, patience: int | None, expected: float | None
+    ) -> None:
         request = f"r{self.key}"
         deadline_s = None if patience is None else self.now_s + patience
         sampling = Sampling(max_tokens, stop_ids=frozenset({STOP}))
@@ -58,6 +61,8 @@ class ScheduleMachine(RuleBasedStateMachine):
             Sequence(self.key + i, request, tenant, [99] * length, length, sampling, self.now_s, deadline_s)
             for i in range(n)
         ]
+        for choice in choices:
+            choice.expected_len = expected
         self.key += n
         before = self.scheduler.num_waiting, self.scheduler.num_waiting_tokens
         refusal = self.scheduler.submit(choices)
