@@ -5,7 +5,7 @@ process, the engine and the builder; never imports jax.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from appliance.config import ApplianceConfig
@@ -15,7 +15,7 @@ from planner.architecture import ModelArchitecture
 from planner.decide import Declined, Terms, decide, terms_of
 from planner.formats import KvFormat, WeightForm
 from planner.kv import BASE_BITS
-from planner.memory import MemoryPlanError, memory_plan, pool_bytes
+from planner.memory import MemoryPlanError, memory_plan, pool_bytes, prefill_rows
 from planner.plan import Plan, PlanError, PoolError, default_implementation, formats_for, make_plan, with_pool
 from planner.target import Target, find_target
 
@@ -169,6 +169,8 @@ def _plan(config: ApplianceConfig, architecture: ModelArchitecture, context: int
         devices=engine.devices,
         context_devices=engine.context_devices,
     )
+    if engine.prefill_rows is None:
+        draft = replace(draft, lattice=replace(draft.lattice, prefill_slots=prefill_rows(draft)))
     try:
         plan = with_pool(draft, _kv_bytes(config, draft))
     except PoolError as error:

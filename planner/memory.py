@@ -11,7 +11,8 @@ from typing import Protocol, runtime_checkable
 from pallas_kernels.card import find_card
 from planner.batch import NUM_FLOATS, NUM_INTS, NUM_TOP_LOGPROBS
 from planner.buckets import Bucket
-from planner.kv import energy_bytes, slot_bytes
+from planner.kv import BASE_BITS, energy_bytes, slot_bytes
+from planner.pages import fullest
 from planner.plan import Plan
 from planner.target import find_target
 from planner.weights import WeightSpec, weight_specs
@@ -120,6 +121,21 @@ def workspace_allowance(plan: Plan) -> int:
     return int(TEMPORARIES * find_card(target.card).memory_bytes) + 2 * _exchanged_bytes(plan)
 
 
+def prefill_rows(plan: Plan) -> int:
+    """Prompt chunks that one launch of a plan should hold at most, so that temporaries keep to their share; at least 1.
+
+    On a GPU a prefill over a bitmask pool unpacks the history of every row, one layer at a time, to bf16: two thirds of
+    the share are for that. Other plans take as many as their lattice has.
+    """
+    target, most = find_target(plan.target), plan.lattice.prefill_slots
+    if not target.card or plan.kv_format not in BASE_BITS:
+        return most
+    heads = plan.served.kv_heads // plan.model_devices
+    pages = fullest(plan.table_width, plan.shard_pages, plan.context_devices)
+    history = 2 * 2 * pages * plan.page_size * heads * plan.architecture.head_dim
+    return max(1, min(most, int(2 / 3 * TEMPORARIES * find_card(target.card).memory_bytes) // history))
+
+
 def pool_bytes(plan: Plan, usable_bytes: int = 0) -> int:
     """Bytes that a plan leaves for the page pool of one device of a GPU target.
 
@@ -192,7 +208,7 @@ def check(plan: Plan, costs: Mapping[Bucket, Cost], usable_bytes: int = 0) -> No
         if most and cost.temp_bytes > most:
             faults.append(
                 f"{bucket.name}: {cost.temp_bytes} bytes of temporaries pass {most}, {TEMPORARIES:.0%} of the device: "
-                "lower the prefill chunk or the slots"
+                "lower the prefill chunk, its rows, or the slots"
             )
         held = cost.argument_bytes + cost.temp_bytes + cost.output_bytes - cost.alias_bytes
         if memory.usable_bytes and held > memory.usable_bytes:

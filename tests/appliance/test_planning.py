@@ -48,6 +48,12 @@ def test_a_gpu_plan_fills_what_is_left() -> None:
     assert len(plan.buckets()) == 34
 
 
+def test_bitmask_plans_have_fewer_prompts_a_launch_unless_told_otherwise() -> None:
+    assert served(engine={**GPU, "kv_format": "bmq4"}).lattice.prefill_slots == 3
+    assert served(engine={**GPU, "kv_format": "bmq4", "prefill_rows": 8}).lattice.prefill_slots == 8
+    assert served().lattice.prefill_slots == 8
+
+
 def test_configured_memory_wins_and_a_limit_lowers_what_is_left() -> None:
     plan = served(engine={**GPU, "kv_memory_mb": 20_000})
     assert plan.num_pages == 20_000 * MIB // plan.page_bytes
