@@ -16,6 +16,7 @@ from pallas_kernels.kv_layout import BLOCK, RECENT, BitmaskLayout, int8_page_wor
 from pallas_kernels.paged_prefill import op, pallas, pallas_bitmask, pallas_int8
 from pallas_kernels.paged_prefill.cases import PrefillCase
 from pallas_kernels.pages import BitmaskPages, Int8Pages, Pages
+from pallas_kernels.rows import Rows
 
 AnyTiling = pallas.Tiling | pallas_int8.Int8Tiling
 
@@ -49,9 +50,11 @@ def unpacking_code(case: PrefillCase, card: Card) -> KernelCode:
     leaves, structure = _arguments(case)
 
     def run(*arrays: jax.Array) -> jax.Array:
-        _, _, _, pages, layer, table, slots, starts, _, _, window = jax.tree.unflatten(structure, arrays)
-        head_dim, dtype = case.heads.head_dim, jnp.dtype(jnp.bfloat16)
-        return pallas_bitmask.unpacked(pages, head_dim, layer, table, slots, starts, window, None, dtype=dtype)
+        _, _, _, pages, layer, *rows, window = jax.tree.unflatten(structure, arrays)
+        return pallas_bitmask.unpacked(
+            pages, case.heads.head_dim, layer, Rows(*rows), window, None, jnp.int32(0), case.width * case.page_size,
+            dtype=jnp.dtype(jnp.bfloat16),
+        )  # fmt: skip
 
     return compile_kernel(card, "paged_prefill_unpack", run, *leaves)
 

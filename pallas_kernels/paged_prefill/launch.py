@@ -41,7 +41,7 @@ class Tile(Protocol):
 class Common(NamedTuple):
     """The arguments of every kernel, as references to global memory."""
 
-    plan: jax.Ref  # [5 tiles] int32
+    plan: jax.Ref  # [6 tiles] int32
     layer: jax.Ref  # [] int32
     window: jax.Ref  # [] int32
     table: jax.Ref  # [rows width] int32
@@ -67,6 +67,7 @@ def launch(
     pool: tuple[Array, ...],
     layer: Int32[Array, ""],
     rows: Rows,
+    held: Int32[Array, " rows"],
     window: Int32[Array, ""],
     begins: Bool[Array, " rows"] | None,
     *,
@@ -84,7 +85,8 @@ def launch(
         v: values of the chunks.
         pool: what the format reads.
         layer: of the pool.
-        rows: the launch's rows.
+        rows: the launch's rows; their starts count from the first position of their tables.
+        held: how many positions are in pages.
         window: positions that a query sees.
         begins: as in ``op.paged_prefill_part``; None for whole histories.
         tile: the sizes.
@@ -92,7 +94,7 @@ def launch(
         interpret: run it on any backend, slowly.
     """
     (tokens, q_heads, head_dim), kv_heads = q.shape, k.shape[1]
-    plan = plan_of(rows.starts, rows.lengths, rows.offsets, tokens, q_heads // kv_heads, tile.queries)
+    plan = plan_of(rows.starts, rows.lengths, rows.offsets, held, tokens, q_heads // kv_heads, tile.queries)
     operands = jnp.bfloat16 if products == "bf16" else q.dtype
     counts = jnp.ones_like(rows.starts) if begins is None else begins.astype(jnp.int32)
 

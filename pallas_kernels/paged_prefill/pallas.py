@@ -90,18 +90,18 @@ def _history(work: Work, pages_ref: jax.Ref, table_ref: jax.Ref, layer_ref: jax.
 
     def page_of(index: Array) -> State:
         position = index * size + key if page_size % size else index * size
-        return (DIRECT.load(table_ref, (queries.row, position // page_size), position < queries.start),)
+        return (DIRECT.load(table_ref, (queries.row, position // page_size), position < queries.held),)
 
     def turn(index: Array, known: State, state: State, masked: bool) -> State:
         (page,) = known
         position = index * size + key
-        stored = position < queries.start if masked else None
+        stored = position < queries.held if masked else None
         place = ((in_pool + page) * kv_heads + queries.head) * 2 * page_size + position % page_size
         seen = None if stored is None else stored[None, :] & queries.seen(position)
         return work.turn(state, (pages_ref, place), (pages_ref, place + page_size), stored, seen)
 
-    begin = jnp.minimum(queries.floor(queries.oldest), queries.start)
-    return Piece(Reach(begin, queries.floor(queries.newest), queries.start, queries.start), page_of, turn)
+    begin = jnp.minimum(queries.floor(queries.oldest), queries.held)
+    return Piece(Reach(begin, queries.floor(queries.newest), queries.held, queries.held), page_of, turn)
 
 
 def paged_prefill(
@@ -132,33 +132,56 @@ def paged_prefill(
         ContractError: no tile fits this head dim, the scale is not positive, or the pages are of a dtype that the
             kernel does not take.
     """
-    tokens, q_heads, head_dim = q.shape
     require(
         isinstance(pages, jax.Array) and pages.dtype in (jnp.bfloat16, jnp.float32),
         f"pages are {kind(pages)}; this kernel takes bf16 and float32",
     )
-    kv_heads = pages.shape[2]
     require(scale > 0, f"scale {scale} is not positive, which this kernel needs to find the largest score")
+    rows = Rows(page_table, slots, starts, lengths, offsets)
+    return attend(
+        q, k, v, pages, layer, rows, starts, window, begins,
+        softmax=Softmax(scale, softcap), products=products, interpret=interpret, tile=tile,
+    )  # fmt: skip
+
+
+def attend(
+    q: Float[Array, "tokens q_heads head_dim"],
+    k: Float[Array, "tokens kv_heads head_dim"],
+    v: Float[Array, "tokens kv_heads head_dim"],
+    pages: Float[Array, "layers num_pages kv_heads 2 page_size head_dim"],
+    layer: Int32[Array, ""],
+    rows: Rows,
+    held: Int32[Array, " rows"],
+    window: Int32[Array, ""],
+    begins: Bool[Array, " rows"] | None,
+    *,
+    softmax: Softmax,
+    products: str,
+    interpret: bool,
+    tile: Tiling | None = None,
+) -> Float[Array, "tokens q_heads head_dim"] | Partial:
+    """The launch over float pages that hold ``held`` positions of each row's table, whatever the rows' starts are."""
+    tokens, q_heads, head_dim = q.shape
+    kv_heads = pages.shape[2]
     tile = tile or tiling(tokens, q_heads, kv_heads, head_dim)
-    pool, softmax = pages.shape, Softmax(scale, softcap)
+    pool = pages.shape
 
     def kernel(common: Common, pages_ref: tuple[jax.Ref, ...], results: Results) -> None:
         # FLOPs: 4 * queries * keys * head_dim a turn. Bytes: 4 * keys * head_dim in bf16, which the tiles of a head
         # find in L2 after the first. Bound by the tensor cores: 128 queries are 128 FLOPs a byte even where none is.
         group = common.q.shape[0] // common.k.shape[0]
-        rows = common.table.shape[0]
-        find = functools.partial(find_queries, common.plan, common.window, rows, kv_heads, group, tile.queries)
+        num_rows = common.table.shape[0]
+        find = functools.partial(find_queries, common.plan, common.window, num_rows, kv_heads, group, tile.queries)
         queries, channels = find(), channels_of(tile.chunks, head_dim)
         q_parts = [part.load(common.q, queries.matrix_row, queries.real) for part in channels]
         work = Work(tile.keys, softmax, queries, channels, channels, q_parts)
         state = nothing(tile.queries, channels)
         state = through(_history(work, *pages_ref, common.table, common.layer, pool), tile.keys, state)
-        counts = DIRECT.load(common.begins, (queries.row,), queries.row < rows)
+        counts = DIRECT.load(common.begins, (queries.row,), queries.row < num_rows)
         state = through(chunk_piece(work, common.k, common.v, kv_heads, counts), tile.keys, state)
         store(*results, find(), state, channels)
 
     return launch(
-        kernel, "paged_prefill", q, k, v, (pages.reshape(-1, head_dim),), layer,
-        Rows(page_table, slots, starts, lengths, offsets), window, begins,
+        kernel, "paged_prefill", q, k, v, (pages.reshape(-1, head_dim),), layer, rows, held, window, begins,
         tile=tile, products=products, interpret=interpret,
     )  # fmt: skip

@@ -4,12 +4,14 @@ Owns the first; the second is that of float pages. A launch unpacks each block o
 and values in bf16: a tile of 128 queries spends 2.9 us of an A100's multiprocessor on its products with a block of
 head_dim 128, and would spend a third of that again on unpacking it, in every tile. What is unpacked goes to memory and
 comes back, which a chunk of 2,048 tokens pays 3 % for. Values are turned back here, since there is one product to a
-block and not one to a sum. The workspace is a layer's history in bf16, laid out as pages of 128 positions.
+block and not one to a sum. The workspace holds a stretch of a layer's history in bf16, in pages of 128 positions;
+longer histories go through it stretch by stretch, and their softmaxes merge.
 """
 
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +28,13 @@ from pallas_kernels.kv_bitmask.rounding import MIDDLE
 from pallas_kernels.kv_layout import BLOCK, HIGH_BITS, RECENT, SINKS, VALUE_BITS, BitmaskLayout
 from pallas_kernels.operands import chunks, product
 from pallas_kernels.paged_prefill import pallas
-from pallas_kernels.paged_prefill.pieces import Channels, channels_of
+from pallas_kernels.paged_prefill.pieces import Channels, Softmax, channels_of
 from pallas_kernels.pages import BitmaskPages, kept_first, layout_of
-from pallas_kernels.softmax import Partial
+from pallas_kernels.rows import Rows
+from pallas_kernels.softmax import Partial, finish, merge
+
+STRETCH = 32 * 1024
+"""Positions of each row that are unpacked at a time, which bounds the workspace."""
 
 _QUARTER = BLOCK // 4
 _ROWS = 16  # of what slots keep, a turn
@@ -117,26 +123,35 @@ def _parts(count: int, first: int = 0) -> list[Channels]:
     return channels_of(chunks(count, _WIDEST), count, first)
 
 
+class _Stretch(NamedTuple):
+    """Positions of one row that the workspace has room for, and how many of its positions there are and slots keep."""
+
+    begin: Array
+    end: Array
+    start: Array
+    kept: Array
+
+
 def _copy_recent(
+    of: _Stretch,
     recent_ref: jax.Ref,
     first_row: Array,
     out_ref: jax.Ref,
     first_place: Array,
     stride: int,
-    start: Array,
-    kept: Array,
     channels: Sequence[Channels],
 ) -> None:
     """What a slot keeps in bf16, to where it belongs; blocks of the workspace lie ``stride`` rows apart."""
-    opened = start // BLOCK * BLOCK
+    opened = of.start // BLOCK * BLOCK
 
     def turn(index: Array, _: None) -> None:
         line = index * _ROWS + jnp.arange(_ROWS, dtype=jnp.int32)
         position = jnp.where(line < SINKS, line, opened + line - SINKS)
         # while the first block is not full, nothing lies in the rows of its sinks
-        real = (position < start) & jnp.where(line < SINKS, line < kept, position >= kept)
+        real = (position < of.start) & jnp.where(line < SINKS, line < of.kept, position >= of.kept)
+        real &= (position >= of.begin) & (position < of.end)
         for value in range(2):
-            place = first_place + position // BLOCK * stride + value * BLOCK + position % BLOCK
+            place = first_place + (position - of.begin) // BLOCK * stride + value * BLOCK + position % BLOCK
             for part in channels:
                 found = part.load(recent_ref, first_row + value * RECENT + line, real)
                 part.store(out_ref, place, real, found.astype(out_ref.dtype))
@@ -147,6 +162,7 @@ def _copy_recent(
 def _kernel(
     layer_ref: jax.Ref,  # [] int32
     window_ref: jax.Ref,  # [] int32
+    begin_ref: jax.Ref,  # [] int32, the first position of the stretch
     starts_ref: jax.Ref,  # [rows] int32
     kept_ref: jax.Ref,  # [rows] int32, how many of the first positions lie outside of blocks
     table_ref: jax.Ref,  # [rows width] int32
@@ -155,27 +171,28 @@ def _kernel(
     recent_ref: jax.Ref,  # [layers*slots*kv_heads*2*144 head_dim] bf16, all in global memory
     signs_ref: jax.Ref,  # [head_dim head_dim] of the operands' dtype
     factor_ref: jax.Ref,  # [head_dim] float32
-    out_ref: jax.Ref,  # [rows*width*blocks*kv_heads*2*128 head_dim] of the operands' dtype
+    out_ref: jax.Ref,  # [rows*items*kv_heads*2*128 head_dim] of the operands' dtype
     *,
     pool: tuple[int, ...],
     slots: int,
+    items: int,
     layout: BitmaskLayout,
 ) -> None:
     # Bytes: a block's words once, and 4 * 128 * head_dim written in bf16. FLOPs: 256 * head_dim**2 a block, which the
     # tensor cores do while words come. Bound by memory; programs without a block end at once.
     _, num_pages, kv_heads, blocks, _ = pool
     item, head, row = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    items = table_ref.shape[1] * blocks
     start, kept, window = DIRECT.load(starts_ref, (row,)), DIRECT.load(kept_ref, (row,)), DIRECT.load(window_ref, ())
     floor = jnp.where(window > 0, start - window + 1, 0)
-    layer = DIRECT.load(layer_ref, ())
+    layer, begin = DIRECT.load(layer_ref, ()), DIRECT.load(begin_ref, ())
+    number = begin // BLOCK + item
 
-    @pl.when((item < items) & ((item + 1) * BLOCK <= start) & ((item + 1) * BLOCK > floor))
+    @pl.when((item < items) & ((number + 1) * BLOCK <= start) & ((number + 1) * BLOCK > floor))
     def _() -> None:
-        page = DIRECT.load(table_ref, (row, item // blocks))
-        words_row = ((layer * num_pages + page) * kv_heads + head) * blocks + item % blocks
+        page = DIRECT.load(table_ref, (row, number // blocks))
+        words_row = ((layer * num_pages + page) * kv_heads + head) * blocks + number % blocks
         place = ((row * items + item) * kv_heads + head) * 2 * BLOCK
-        block = _Block(layout, words_ref, words_row, out_ref, place, jnp.maximum(kept - item * BLOCK, 0))
+        block = _Block(layout, words_ref, words_row, out_ref, place, jnp.maximum(kept - number * BLOCK, 0))
         block.keys()
         block.values(signs_ref, factor_ref)
 
@@ -185,7 +202,8 @@ def _kernel(
         first_row = ((layer * slots + slot) * kv_heads + head) * 2 * RECENT
         first_place, stride = (row * items * kv_heads + head) * 2 * BLOCK, kv_heads * 2 * BLOCK
         channels = channels_of(pallas.channel_chunks(layout.head_dim), layout.head_dim)
-        _copy_recent(recent_ref, first_row, out_ref, first_place, stride, start, kept, channels)
+        of = _Stretch(begin, begin + items * BLOCK, start, kept)
+        _copy_recent(of, recent_ref, first_row, out_ref, first_place, stride, channels)
 
 
 def turning(head_dim: int) -> tuple[np.ndarray, np.ndarray]:
@@ -201,49 +219,49 @@ def unpacked(
     pages: BitmaskPages,
     head_dim: int,
     layer: Int32[Array, ""],
-    page_table: Int32[Array, "rows width"],
-    slots: Int32[Array, " rows"],
-    starts: Int32[Array, " rows"],
+    rows: Rows,
     window: Int32[Array, ""],
     begins: Bool[Array, " rows"] | None,
+    begin: Int32[Array, ""],
+    length: int,
     *,
     dtype: jnp.dtype,
     interpret: bool = False,
 ) -> Float[Array, "1 places kv_heads 2 128 head_dim"]:
-    """What rows have in a layer, in pages of 128 positions, ``width * blocks`` of them a row, of ``dtype``.
+    """What rows have in a layer from position ``begin`` on, in ``length / 128`` pages of 128 positions a row.
 
-    Positions that the row does not have, and blocks that no query sees through the window, hold anything.
+    Positions that a row does not have, and blocks that no query sees through the window, hold anything.
     """
     layers, num_pages, kv_heads, blocks, size = pages.words.shape
-    rows, width = page_table.shape
-    num_slots = pages.recent.shape[1]
+    num_rows, items = rows.starts.shape[0], length // BLOCK
     signs, factor = turning(head_dim)
-    places = rows * width * blocks
     out = pl.pallas_call(
         functools.partial(
             _kernel,
             pool=(layers, num_pages, kv_heads, blocks, size),
-            slots=num_slots,
+            slots=pages.recent.shape[1],
+            items=items,
             layout=layout_of(pages, head_dim),
         ),
-        out_shape=jax.ShapeDtypeStruct((places * kv_heads * 2 * BLOCK, head_dim), dtype),
-        grid=(width * blocks + 1, kv_heads, rows),
+        out_shape=jax.ShapeDtypeStruct((num_rows * items * kv_heads * 2 * BLOCK, head_dim), dtype),
+        grid=(items + 1, kv_heads, num_rows),
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2) if head_dim <= _NARROW else _WIDE,
         interpret=interpret,
         name="paged_prefill_unpack",
     )(
         layer,
         window,
-        starts,
-        kept_first(starts, begins),
-        page_table,
-        slots,
+        begin,
+        rows.starts,
+        kept_first(rows.starts, begins),
+        rows.page_table,
+        rows.slots,
         pages.words.reshape(-1, size),
         pages.recent.reshape(-1, head_dim),
         jnp.asarray(signs, dtype),
         jnp.asarray(factor),
     )
-    return out.reshape(1, places, kv_heads, 2, BLOCK, head_dim)
+    return out.reshape(1, num_rows * items, kv_heads, 2, BLOCK, head_dim)
 
 
 def paged_prefill(
@@ -265,6 +283,7 @@ def paged_prefill(
     products: str = "float32",
     interpret: bool = False,
     tile: pallas.Tiling | None = None,
+    stretch: int = STRETCH,
 ) -> Float[Array, "tokens q_heads head_dim"] | Partial:
     """See ``op.paged_prefill``; tokens that belong to no row get zeros.
 
@@ -278,12 +297,31 @@ def paged_prefill(
     require(pages.recent.dtype == jnp.bfloat16, f"rows of slots are {pages.recent.dtype}; this kernel takes bf16")
     require(scale > 0, f"scale {scale} is not positive, which this kernel needs to find the largest score")
     dtype = jnp.dtype(jnp.bfloat16 if products == "bf16" else q.dtype)
-    rows, head_dim = starts.shape[0], q.shape[2]
-    history = unpacked(
-        pages, head_dim, layer, page_table, slots, starts, window, begins, dtype=dtype, interpret=interpret
-    )
-    table = jnp.arange(history.shape[1], dtype=jnp.int32).reshape(rows, -1)
-    return pallas.paged_prefill(
-        q, k, v, history, jnp.int32(0), table, slots, starts, lengths, offsets, window, begins,
-        scale=scale, softcap=softcap, products=products, interpret=interpret, tile=tile,
-    )  # fmt: skip
+    rows = Rows(page_table, slots, starts, lengths, offsets)
+    longest = page_table.shape[1] * pages.words.shape[3] * BLOCK
+    length = min(stretch, longest)
+    table = jnp.arange(starts.shape[0] * length // BLOCK, dtype=jnp.int32).reshape(starts.shape[0], -1)
+
+    def over(begin: Array, counts: Bool[Array, " rows"] | None) -> Float[Array, "..."] | Partial:
+        history = unpacked(
+            pages, q.shape[2], layer, rows, window, begins, begin, length, dtype=dtype, interpret=interpret
+        )
+        part = Rows(table, slots, starts - begin, lengths, offsets)
+        return pallas.attend(
+            q, k, v, history, jnp.int32(0), part, jnp.clip(starts - begin, 0, length), window, counts,
+            softmax=Softmax(scale, softcap), products=products, interpret=interpret, tile=tile,
+        )  # fmt: skip
+
+    if length == longest:
+        return over(jnp.int32(0), begins)
+    all_count = jnp.ones(starts.shape, bool) if begins is None else begins
+
+    def turn(index: Array, before: Partial) -> Partial:
+        found = over(index * length, jnp.zeros(starts.shape, bool))
+        assert isinstance(found, Partial), "a part was asked for"
+        return merge(before, found)
+
+    first = over(jnp.int32(0), all_count)
+    assert isinstance(first, Partial), "a part was asked for"
+    merged = jax.lax.fori_loop(1, pl.cdiv(starts.max(), length), turn, first)
+    return merged if begins is not None else finish(merged).astype(q.dtype)

@@ -101,10 +101,10 @@ def _history(work: Work, pool: _Pool, table_ref: jax.Ref, unpack: Unpack, per_gr
 
     def ahead(index: Array) -> State:
         position = index * size + key
-        stored = position < queries.start
+        stored = position < queries.held
         offset = position % page_size
         at = position if page_size % size else index * size
-        page = DIRECT.load(table_ref, (queries.row, at // page_size), at < queries.start)
+        page = DIRECT.load(table_ref, (queries.row, at // page_size), at < queries.held)
         row = jnp.broadcast_to((pool.in_pool + page) * pool.kv_heads + queries.head, key.shape)
         scales = pool.scales(row, offset, stored)
         keys, values = (
@@ -120,7 +120,7 @@ def _history(work: Work, pool: _Pool, table_ref: jax.Ref, unpack: Unpack, per_gr
             for group in range(_GROUPS):
                 operand = unpack.signed_byte(tile, group)
                 scores.append(product(work.q[group * len(words) + place], operand.T))
-        seen = [(position < queries.start)[None, :] & queries.seen(position)] if masked else None
+        seen = [(position < queries.held)[None, :] & queries.seen(position)] if masked else None
 
         def sums(weights: list[Array], weighted: list[Array]) -> list[Array]:
             folded, _ = rounded(weights[0] * value_scale[None, :], unpack.dtype)
@@ -132,8 +132,8 @@ def _history(work: Work, pool: _Pool, table_ref: jax.Ref, unpack: Unpack, per_gr
 
         return work.softmax.turn(state, [sum_of(scores) * key_scale[None, :]], seen, sums)
 
-    begin = jnp.minimum(queries.floor(queries.oldest), queries.start)
-    return Piece(Reach(begin, queries.floor(queries.newest), queries.start, queries.start), ahead, turn)
+    begin = jnp.minimum(queries.floor(queries.oldest), queries.held)
+    return Piece(Reach(begin, queries.floor(queries.newest), queries.held, queries.held), ahead, turn)
 
 
 def paged_prefill(
@@ -192,6 +192,6 @@ def paged_prefill(
 
     return launch(
         kernel, "paged_prefill_int8", q, k, v, (pages.words.reshape(-1, page_words), jnp.array(CONSTANTS, jnp.int32)),
-        layer, Rows(page_table, slots, starts, lengths, offsets), window, begins,
+        layer, Rows(page_table, slots, starts, lengths, offsets), starts, window, begins,
         tile=tile, products=products, interpret=interpret,
     )  # fmt: skip

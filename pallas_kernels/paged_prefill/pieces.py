@@ -27,7 +27,7 @@ class Plan(NamedTuple):
     """What each tile works on; a tile that is not needed begins behind its row's end.
 
     ``row`` is the number of rows for the tokens behind the last row, which see no key; ``first`` counts pairs from the
-    row's beginning.
+    row's beginning. ``start`` is the position of the row's first token, and the first ``held`` positions are in pages.
     """
 
     row: Int32[Array, " tiles"]
@@ -35,12 +35,14 @@ class Plan(NamedTuple):
     start: Int32[Array, " tiles"]
     length: Int32[Array, " tiles"]
     offset: Int32[Array, " tiles"]
+    held: Int32[Array, " tiles"]
 
 
 def plan_of(
     starts: Int32[Array, " rows"],
     lengths: Int32[Array, " rows"],
     offsets: Int32[Array, " rows"],
+    held: Int32[Array, " rows"],
     tokens: int,
     group: int,
     queries: int,
@@ -48,15 +50,14 @@ def plan_of(
     """What each tile of ``queries`` pairs of (token, one of ``group`` heads) works on, for a key/value head."""
     rows = starts.shape[0]
     end = (offsets + lengths).max(keepdims=True)
-    starts, lengths, offsets = (
-        jnp.concatenate(parts) for parts in ((starts, end * 0), (lengths, tokens - end), (offsets, end))
-    )
+    added = ((starts, end * 0), (lengths, tokens - end), (offsets, end), (held, end * 0))
+    starts, lengths, offsets, held = (jnp.concatenate(parts) for parts in added)
     ends = jnp.cumsum(pl.cdiv(lengths * group, queries))
     used = min(rows + 1, tokens)  # every row that has a token may leave the rest of its last tile empty
     tiles = jnp.arange((tokens * group + used * (queries - 1)) // queries, dtype=jnp.int32)
     row = jnp.minimum((tiles[:, None] >= ends).sum(axis=1, dtype=jnp.int32), rows)
     before = jnp.where(row > 0, ends[row - 1], 0)
-    return Plan(row, (tiles - before) * queries, starts[row], lengths[row], offsets[row])
+    return Plan(row, (tiles - before) * queries, starts[row], lengths[row], offsets[row], held[row])
 
 
 class Reach(NamedTuple):
@@ -120,6 +121,7 @@ class Queries(NamedTuple):
     start: Array
     length: Array
     offset: Array
+    held: Array
     window: Array
     oldest: Array  # token of the row that the first query belongs to
     newest: Array  # and the last one; -1 behind the last row
@@ -143,7 +145,7 @@ def find_queries(plan_ref: jax.Ref, window_ref: jax.Ref, rows: int, kv_heads: in
     place, head = pl.num_programs(0) - 1 - pl.program_id(0), pl.program_id(1)  # the longest histories first
     # volatile: what is asked for again at the end is read again, where registers would hold it all the while
     fields = (plgpu.load(plan_ref.at[jnp.int32(field), place], volatile=True) for field in range(len(Plan._fields)))
-    row, first, start, length, offset = fields
+    row, first, start, length, offset, held = fields
     pair = first + jnp.arange(size, dtype=jnp.int32)
     local = pair // group
     newest = jnp.minimum((first + size - 1) // group, length - 1)
@@ -153,6 +155,7 @@ def find_queries(plan_ref: jax.Ref, window_ref: jax.Ref, rows: int, kv_heads: in
         start=start,
         length=length,
         offset=offset,
+        held=held,
         window=DIRECT.load(window_ref, ()),
         oldest=first // group,
         newest=jnp.where(row < rows, newest, -1),

@@ -178,12 +178,13 @@ def test_a_row_does_not_depend_on_its_neighbours():
 
 
 def test_the_plan_names_the_row_and_the_first_pair_of_each_tile():
-    lengths = jnp.array([11, 1, 0], jnp.int32)
-    plan = pieces.plan_of(jnp.array([7, 0, 0]), lengths, jnp.array([0, 11, 12]), tokens=14, group=3, queries=16)
+    lengths, starts = jnp.array([11, 1, 0], jnp.int32), jnp.array([7, 0, 0])
+    plan = pieces.plan_of(starts, lengths, jnp.array([0, 11, 12]), starts - 4, tokens=14, group=3, queries=16)
     # 33 pairs in three tiles, 3 in one, 6 of nobody in one; of 14 * 3 pairs and four rows there may be six tiles
     assert plan.row.tolist() == [0, 0, 0, 1, 3, 3]
     assert plan.first.tolist() == [0, 16, 32, 0, 0, 16]
     assert plan.start.tolist() == [7, 7, 7, 0, 0, 0]
+    assert plan.held.tolist() == [3, 3, 3, -4, 0, 0]
     assert plan.length.tolist() == [11, 11, 11, 1, 2, 2]
     assert plan.offset.tolist() == [0, 0, 0, 11, 12, 12]
 

@@ -63,19 +63,20 @@ def tile_of(kv_format, head_dim, **sizes):
 
 
 @functools.cache
-def compiled(softcap, products, tile):
+def compiled(softcap, products, tile, **options):
+    options |= {"scale": SCALE, "softcap": softcap, "products": products, "interpret": True, "tile": tile}
+
     def run(q, k, v, pages, *rest):
-        kernel = op.kernel_for(pages)
-        return kernel(q, k, v, pages, *rest, scale=SCALE, softcap=softcap, products=products, interpret=True, tile=tile)
+        return op.kernel_for(pages)(q, k, v, pages, *rest, **options)
 
     return quick_jit(run)
 
 
-def run(of: Launch, tile, layer=1, window=0, softcap=0.0, products="float32"):
+def run(of: Launch, tile, layer=1, window=0, softcap=0.0, products="float32", **options):
     history = of.history
     rows = history.table, history.slots, history.lengths, of.lengths, of.offsets
     pages = jax.tree.map(jnp.asarray, history.pages)
-    call = compiled(softcap, products, tile)
+    call = compiled(softcap, products, tile, **options)
     return np.asarray(call(of.q, of.k, of.v, pages, jnp.int32(layer), *rows, jnp.int32(window)))
 
 
@@ -109,6 +110,16 @@ def test_chunks_of_several_tiles_with_a_soft_cap(kv_format):
     of = of_case(case, ((260, 150), (0, 140), (130, 7)), 300)
     tile = tile_of(kv_format, case.heads.head_dim)
     check(run(of, tile, window=170, softcap=2.0), of, window=170, softcap=2.0)
+
+
+@pytest.mark.parametrize("kv_format", ["bmq4", "bmq2"])
+def test_histories_of_several_stretches(kv_format):
+    """Rows end in the first stretch, at its end, and in the third; windows begin in this one or in an earlier one."""
+    case = next(case for case in CASES if case.kv_format == kv_format and case.page_size == 128)
+    of = of_case(case, ((600, 9), (0, 5), (256, 3), (16, 4), (255, 3), (257, 1), (512, 2)), 32)
+    tile = tile_of(kv_format, case.heads.head_dim, queries=32)
+    for window in (0, 100, 300):
+        check(run(of, tile, window=window, stretch=256), of, window=window)
 
 
 @pytest.mark.parametrize("kv_format", FORMATS)
