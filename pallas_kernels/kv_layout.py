@@ -37,6 +37,9 @@ SINKS = 16
 RECENT = SINKS + BLOCK
 """Positions of a slot that the bitmask formats keep in bf16: the first ones, and a block that is not full."""
 
+STRETCH = 32 * 1024
+"""Positions of each row that a prefill on a GPU unpacks at a time, which bounds its workspace."""
+
 BITMASK_HEAD_DIMS = (8, 16, 32, 64, 80, 96, 128, 256)
 """Head dims whose rotation is defined and whose mask fits its words."""
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from pallas_kernels.card import find_card
+from pallas_kernels.kv_layout import STRETCH
 from planner.batch import NUM_FLOATS, NUM_INTS, NUM_TOP_LOGPROBS
 from planner.buckets import Bucket
 from planner.kv import BASE_BITS, energy_bytes, slot_bytes
@@ -124,15 +125,15 @@ def workspace_allowance(plan: Plan) -> int:
 def prefill_rows(plan: Plan) -> int:
     """Prompt chunks that one launch of a plan should hold at most, so that temporaries keep to their share; at least 1.
 
-    On a GPU a prefill over a bitmask pool unpacks the history of every row, one layer at a time, to bf16: two thirds of
-    the share are for that. Other plans take as many as their lattice has.
+    On a GPU a prefill over a bitmask pool unpacks a stretch of the history of every row, one layer at a time, to bf16:
+    two thirds of the share are for that. Other plans take as many as their lattice has.
     """
     target, most = find_target(plan.target), plan.lattice.prefill_slots
     if not target.card or plan.kv_format not in BASE_BITS:
         return most
     heads = plan.served.kv_heads // plan.model_devices
     pages = fullest(plan.table_width, plan.shard_pages, plan.context_devices)
-    history = 2 * 2 * pages * plan.page_size * heads * plan.architecture.head_dim
+    history = 2 * 2 * min(pages * plan.page_size, STRETCH) * heads * plan.architecture.head_dim
     return max(1, min(most, int(2 / 3 * TEMPORARIES * find_card(target.card).memory_bytes) // history))
 
 

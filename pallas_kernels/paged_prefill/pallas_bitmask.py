@@ -25,16 +25,13 @@ from pallas_kernels.bits import unpair
 from pallas_kernels.errors import require
 from pallas_kernels.kv_bitmask.rotation import rotation
 from pallas_kernels.kv_bitmask.rounding import MIDDLE
-from pallas_kernels.kv_layout import BLOCK, HIGH_BITS, RECENT, SINKS, VALUE_BITS, BitmaskLayout
+from pallas_kernels.kv_layout import BLOCK, HIGH_BITS, RECENT, SINKS, STRETCH, VALUE_BITS, BitmaskLayout
 from pallas_kernels.operands import chunks, product
 from pallas_kernels.paged_prefill import pallas
 from pallas_kernels.paged_prefill.pieces import Channels, Softmax, channels_of
 from pallas_kernels.pages import BitmaskPages, kept_first, layout_of
 from pallas_kernels.rows import Rows
 from pallas_kernels.softmax import Partial, finish, merge
-
-STRETCH = 32 * 1024
-"""Positions of each row that are unpacked at a time, which bounds the workspace."""
 
 _QUARTER = BLOCK // 4
 _ROWS = 16  # of what slots keep, a turn

@@ -120,12 +120,10 @@ def test_what_leaves_nothing_is_refused_with_every_part():
 @pytest.mark.parametrize(
     ("name", "devices", "context_devices", "kv_format", "rows"),
     [
-        ("llama-3.1-8b", 1, 1, KvFormat.BMQ4, 3),  # 537 MB of a layer's history each, of 1.70 GB
-        ("llama-3.1-8b", 1, 1, KvFormat.INT8, 8),
-        ("llama-3.1-8b", 2, 1, KvFormat.BMQ2, 6),
-        ("llama-3.1-8b", 2, 2, KvFormat.BMQ2, 6),
-        ("llama-3.3-70b", 8, 1, KvFormat.BMQ4, 8),
-        ("qwen3-8b", 1, 1, KvFormat.BMQ4, 8),
+        ("llama-3.1-8b", 1, 1, KvFormat.BMQ4, 8),  # 134 MB of a stretch of a layer each, of 1.70 GB
+        ("gemma-3-27b", 1, 1, KvFormat.BMQ4, 6),  # 268 MB
+        ("gemma-3-27b", 1, 1, KvFormat.INT8, 8),
+        ("gemma-3-27b", 2, 1, KvFormat.BMQ2, 8),
     ],
 )
 def test_bitmask_prefills_hold_as_many_rows_as_can_be_unpacked(name, devices, context_devices, kv_format, rows):
@@ -137,7 +135,7 @@ def test_bitmask_prefills_hold_as_many_rows_as_can_be_unpacked(name, devices, co
 
 
 def test_one_row_is_the_least_and_a_cpu_unpacks_nothing():
-    huge = replace(find_architecture("gemma-3-27b"), kv_heads=32, head_dim=256)
+    huge = replace(find_architecture("gemma-3-27b"), q_heads=64, kv_heads=64, head_dim=256)
     assert prefill_rows(plan_of(architecture=huge, kv_format=KvFormat.BMQ4, prefill_slots=8, target="a100_sxm_40")) == 1
     cpu = plan_of(
         target="cpu_native", weight_form=WeightForm.INT8, implementation="xla", prefill_slots=5, kv_format=KvFormat.BMQ4
