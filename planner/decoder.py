@@ -18,18 +18,19 @@ from jaxtyping import Array, Bool, Float, Int32
 from pallas_kernels.linear.op import Gate, Int8Weight, Products, gated_linear, linear
 from pallas_kernels.linear.op import Implementation as LinearImplementation
 from pallas_kernels.page_write.op import page_write
-from pallas_kernels.paged_decode.op import paged_decode
+from pallas_kernels.paged_decode.op import paged_decode, paged_decode_part
 from pallas_kernels.paged_prefill.op import Products as AttentionProducts
-from pallas_kernels.paged_prefill.op import paged_prefill
-from pallas_kernels.pages import Pages
+from pallas_kernels.paged_prefill.op import paged_prefill, paged_prefill_part
+from pallas_kernels.pages import Pages, pool_shape
 from pallas_kernels.rows import Rows, places
 from pallas_kernels.sample.op import Sampled, SampleRows, sample
+from pallas_kernels.softmax import Partial
 from planner import batch
 from planner.architecture import Activation, ModelArchitecture
 from planner.batch import NUM_INTS, NUM_SUPPRESSED, NUM_TOP_LOGPROBS
 from planner.formats import Implementation, WeightForm
 from planner.rope import rotary_tables, rotate
-from planner.sharding import ONE, Spread
+from planner.sharding import ONE, HeldPart, Spread, held_part
 
 Weights = Mapping[str, Array]
 """The weight tree by name, as ``planner.weights`` specifies it."""
@@ -213,6 +214,8 @@ class Layer(nn.Module):
         self, q: Array, k: Array, v: Array, data: LayerData, context: DecodeContext | PrefillContext
     ) -> Float[Array, "tokens q_heads head_dim"]:
         scale, softcap = self.architecture.query_scale, self.architecture.attn_softcap
+        if context.begins is not None:
+            return self.numerics.spread.merged(self._attend_part(q, k, v, data, context, context.begins))
         if isinstance(context, DecodeContext):
             return paged_decode(
                 q, k, v, context.pages, data.layer, context.page_table, context.lengths, data.window,
@@ -221,6 +224,28 @@ class Layer(nn.Module):
         return paged_prefill(
             q, k, v, context.pages, data.layer, *context.rows, data.window, scale=scale, softcap=softcap,
             products=self.numerics.attention_products, implementation=self.numerics.attention,
+        )  # fmt: skip
+
+    def _attend_part(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        data: LayerData,
+        context: DecodeContext | PrefillContext,
+        begins: Bool[Array, " rows"],
+    ) -> Partial:
+        """Attention over what this device holds of each context."""
+        scale, softcap = self.architecture.query_scale, self.architecture.attn_softcap
+        implementation = "pallas" if self.numerics.attention == "pallas" else "xla"
+        if isinstance(context, DecodeContext):
+            return paged_decode_part(
+                q, k, v, context.pages, data.layer, context.page_table, context.lengths, begins,
+                scale=scale, softcap=softcap, implementation=implementation,
+            )  # fmt: skip
+        return paged_prefill_part(
+            q, k, v, context.pages, data.layer, *context.rows, begins, scale=scale, softcap=softcap,
+            products=self.numerics.attention_products, implementation=implementation,
         )  # fmt: skip
 
     def _feed_forward(
@@ -317,9 +342,10 @@ def decode_step(
     """
     slots = jnp.arange(ints.shape[0], dtype=jnp.int32)
     page_table, lengths, used = ints[:, NUM_INTS:], ints[:, batch.Int.START], ints[:, batch.Int.LENGTH]
-    context = DecodeContext(state.pages, page_table, jnp.where(used > 0, lengths, 0))
+    held = _held(architecture, numerics, state.pages, page_table, jnp.where(used > 0, lengths, 0))
+    context = DecodeContext(state.pages, held.page_table, held.lengths, held.begins)
     hidden, new = _run(architecture, numerics, weights, state.last_ids[: ints.shape[0]], lengths, context)
-    pages = write(state.pages, new, Rows(page_table, slots, lengths, used, slots), weights, numerics)
+    pages = write(state.pages, new, Rows(held.written, slots, lengths, used, slots), weights, numerics)
     logits = logits_of(architecture, numerics, weights, hidden)
     return _sample(state, pages, logits, ints, floats, lengths + 1, numerics)
 
@@ -336,9 +362,10 @@ def prefill_step(
     """Process prompt chunks; rows whose chunk ends their prompt sample their first id into their slot."""
     columns = (batch.Int.SLOT, batch.Int.START, batch.Int.LENGTH, batch.Int.OFFSET)
     rows = Rows(ints[:, NUM_INTS:], *(ints[:, column] for column in columns))
-    context = PrefillContext(state.pages, rows)
+    held = _held(architecture, numerics, state.pages, rows.page_table, rows.starts)
+    context = PrefillContext(state.pages, rows._replace(page_table=held.page_table, starts=held.lengths), held.begins)
     hidden, new = _run(architecture, numerics, weights, tokens, places(rows, tokens.shape[0]).position, context)
-    pages = write(state.pages, new, rows, weights, numerics)
+    pages = write(state.pages, new, rows._replace(page_table=held.written), weights, numerics)
     last = jnp.maximum(rows.offsets + rows.lengths - 1, 0)
     logits = logits_of(architecture, numerics, weights, hidden[last])
     return _sample(state, pages, logits, ints, floats, rows.starts + rows.lengths, numerics)
@@ -349,6 +376,17 @@ def set_slot(
 ) -> DeviceState:
     """Give a slot the penalty counts and the bias of the sequence that enters it."""
     return state._replace(counts=state.counts.at[slot].set(counts), bias=state.bias.at[slot].set(bias))
+
+
+def _held(
+    architecture: ModelArchitecture,
+    numerics: Numerics,
+    pages: Pages,
+    page_table: Int32[Array, "rows width"],
+    lengths: Int32[Array, " rows"],
+) -> HeldPart:
+    shape = pool_shape(pages, architecture.head_dim)
+    return held_part(numerics.spread, page_table, lengths, shape.num_pages, shape.page_size)
 
 
 def _run(

@@ -124,12 +124,13 @@ class HeldPart(NamedTuple):
     """What one context device holds of each row's context.
 
     ``page_table`` has the pages of its shards back to back, ``lengths`` the positions in them. ``begins`` says whether
-    the sequence's first position is among them. ``written`` is the whole table with its own pages only, to write to.
+    the sequence's first position is among them, and is None where contexts are not spread. ``written`` is the whole
+    table with its own pages only, to write to.
     """
 
     page_table: Int32[Array, "rows held"]
     lengths: Int32[Array, " rows"]
-    begins: Bool[Array, " rows"]
+    begins: Bool[Array, " rows"] | None
     written: Int32[Array, "rows width"]
 
 
@@ -152,6 +153,8 @@ def held_part(
         num_pages: pages of one device.
         page_size: positions of a page.
     """
+    if spread.context == 1:
+        return HeldPart(page_table, lengths, None, page_table)
     rows, width = page_table.shape
     size, index = min(spread.shard_pages, width), jax.lax.axis_index(CONTEXT)
     shards = -(-width // size)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import compiled
+from pallas_kernels.card import find_card
 from planner.architecture import ModelArchitecture
 from planner.buckets import Bucket, Phase
 from planner.formats import KvFormat, WeightForm
@@ -20,6 +21,12 @@ SMALL = ModelArchitecture(
     family="llama", layers=2, embed=256, ffw=512, q_heads=8, kv_heads=2, head_dim=64, vocab=512, context=4096,
     norm_eps=1e-5, rope_theta=10_000.0, query_scale=0.125,
 )  # fmt: skip
+
+LARGE = ModelArchitecture(
+    family="llama", layers=2, embed=8192, ffw=28672, q_heads=64, kv_heads=8, head_dim=128, vocab=128256, context=131072,
+    norm_eps=1e-5, rope_theta=500_000.0, query_scale=128**-0.5,
+)  # fmt: skip
+"""Two layers as wide as those of llama-3.3-70b."""
 
 
 def plan_of(kv_format: KvFormat) -> Plan:
@@ -51,6 +58,26 @@ def test_a_program_compiles_and_holds_the_pool_once(kv_format, phase):
     text = program.executable.as_text()
     kernels = set(re.findall(r"\b(paged_decode|paged_prefill|page_write|sample)\w*", text))
     assert kernels == {f"paged_{phase}", "page_write", "sample"}
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("context_devices", "exchanges"), [(1, {"all-reduce": 3}), (2, {"all-reduce": 4, "reduce-scatter": 1})]
+)
+def test_a_large_model_is_cut_over_eight_cards(context_devices, exchanges):
+    # after the embedding, o and down; where contexts are spread also the peaks of their parts; then their sums at once
+    plan = make_plan(
+        LARGE, target="a100_sxm_80", weight_form=WeightForm.BF16, kv_format=KvFormat.BF16, context=0, slots=16,
+        prefill_chunk=2048, prefill_slots=8, page_size=128, kv_bytes=1 << 30, implementation="pallas",
+        devices=8, context_devices=context_devices,
+    )  # fmt: skip
+    program = compile_program(plan, Bucket(Phase.DECODE, 16, 1, plan.table_width))
+    memory, cost = memory_plan(plan), program.cost
+    assert 0 <= cost.alias_bytes - memory.pages_bytes - memory.slots_bytes < 256 * cost.num_arguments
+    assert cost.temp_bytes < 0.03 * find_card("a100_sxm_80").memory_bytes
+    text = program.executable.as_text()
+    found = {kind: len(re.findall(rf" {kind}(?:-start)?\(", text)) for kind in exchanges}
+    assert found == exchanges
 
 
 def test_a_pool_for_a_gpu_holds_numbers_and_one_for_a_cpu_bits():

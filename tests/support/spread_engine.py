@@ -44,8 +44,9 @@ def plan_of(architecture: ModelArchitecture = MODEL, **changes: object) -> Plan:
     }  # fmt: skip
     plan = make_plan(architecture, **{**settings, **changes})  # type: ignore[arg-type]
     # one program a phase: what is computed does not depend on how many there are
-    sizes = {"decode_slots": (plan.slots,), "prefill_chunks": plan.lattice.prefill_chunks[-1:]}
-    return replace(plan, lattice=replace(plan.lattice, **sizes))
+    lattice = plan.lattice
+    chunks, widths = lattice.prefill_chunks[-1:], lattice.widths[-1:]
+    return replace(plan, lattice=replace(lattice, decode_slots=(plan.slots,), prefill_chunks=chunks, widths=widths))
 
 
 def rounded_to_int8(weights: Mapping[str, np.ndarray], architecture: ModelArchitecture) -> dict[str, np.ndarray]:
