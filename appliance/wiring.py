@@ -13,22 +13,19 @@ from appliance.config import training_environment
 from appliance.engine import Engine
 from appliance.engine_metrics import EngineObserver
 from appliance.engine_ports import Gateway, ProgramSet
-from appliance.model.energy import read_energy
-from appliance.model.record import read_record, weights_folder
-from appliance.model.store import restore
+from appliance.model.placed import load_weights
+from appliance.model.record import read_record
 from appliance.planning import plan_for, signing_key_file, store_directory
 from appliance.prediction import LengthForecast, TrainingProcess, state_file
 from appliance.submission import ModelLimits
 from planner.buckets import Bucket, Phase
-from planner.decoder import QUERY_ENERGY
-from planner.kv import BASE_BITS, energy_shape
+from planner.kv import BASE_BITS
 from planner.pages import PagePool
 from planner.plan import Plan
 from planner.program import Program, empty_state, idle_arguments
 from planner.schedule import Scheduler, SchedulerSettings
 from planner.signing import local_key
 from planner.store import open_store
-from planner.weights import weight_specs
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
@@ -43,6 +40,7 @@ def build_engine(
 
     Raises:
         StoreError: the programs or the weights are missing or made for something else; the message says how to rebuild.
+        DevicesError: this process has fewer devices than the plan, or of another kind.
         PlanError: the settings cannot be planned.
         ModelRecordError: the model's folder is damaged.
     """
@@ -56,15 +54,12 @@ def build_engine(
     announce("loading programs")
     programs = {program.bucket: program for program in store.load_all()}
     announce("restoring weights")
-    weights = restore(weights_folder(folder, plan.weight_form), weight_specs(plan.architecture, plan.weight_form))
-    if plan.kv_format in BASE_BITS:
-        energy = read_energy(folder, energy_shape(plan.architecture))
-        weights = {**weights, QUERY_ENERGY: jax.device_put(energy)}
+    weights = load_weights(folder, plan)
     announce("running every program once")
     state = _run_once(plan, programs, weights)
     scheduler = Scheduler(
         plan.lattice,
-        PagePool(plan.num_pages, plan.page_size),
+        PagePool(plan.num_pages, plan.page_size, plan.context_devices, plan.shard_pages),
         SchedulerSettings(
             prefill_budget=plan.prefill_budget,
             max_waiting=config.engine.max_waiting,

@@ -1,0 +1,47 @@
+"""A model's weights on the devices of a plan, restored to where each part belongs.
+
+Owns the order of columns at load: what only has to be cut goes from disk straight to its devices; what several devices
+share in another order than it is stored in passes through the host's memory, one array at a time on its way out.
+"""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from appliance.model.energy import read_energy
+from appliance.model.record import weights_folder
+from appliance.model.store import restore
+from planner.decoder import QUERY_ENERGY
+from planner.kv import BASE_BITS, energy_shape
+from planner.plan import Plan
+from planner.program import serving_devices
+from planner.sharding import Placement, column_order, place_energy, place_weight, spec_of
+from planner.weights import WeightSpec, weight_specs
+
+
+def load_weights(folder: Path, plan: Plan) -> dict[str, jax.Array]:
+    """The weight tree that the plan's programs take, with the query energies where its format needs them.
+
+    Args:
+        folder: of the model.
+        plan: what is served.
+
+    Raises:
+        DevicesError: this process has fewer devices than the plan, or of another kind.
+        StoreError: weights or energies are missing or damaged.
+    """
+    placement = Placement.of(plan, serving_devices(plan))
+    specs = weight_specs(plan.architecture, plan.weight_form)
+    turned = [name for name in specs if column_order(plan, name) is not None]
+    host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0]) if turned else None
+
+    def where(spec: WeightSpec) -> jax.sharding.Sharding:
+        return host if host is not None and spec.name in turned else placement.sharding(spec_of(spec.axes))
+
+    weights = restore(weights_folder(folder, plan.weight_form), specs, where)
+    for name in turned:
+        weights[name] = place_weight(plan, specs[name], np.asarray(weights.pop(name)), placement)
+    if plan.kv_format in BASE_BITS:
+        weights[QUERY_ENERGY] = place_energy(plan, read_energy(folder, energy_shape(plan.architecture)), placement)
+    return weights
