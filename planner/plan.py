@@ -48,8 +48,8 @@ class Plan:
     """What a node serves and with which static shapes. Lengths in tokens, ``prefill_budget`` in ids a step.
 
     ``implementation`` is the code path of the ops: ``xla`` runs on any CPU, ``native`` needs AVX512-VNNI and takes
-    attention over bf16 pages through XLA; ``pallas`` is that of GPUs, where linear layers go through XLA and everything
-    that touches pages or samples through Triton. Weights are cut over all ``devices``; the pages of a context lie on
+    pages of bf16 numbers, and those of contexts that are spread over devices, through XLA; ``pallas`` is that of GPUs,
+    where linear layers go through XLA and everything that touches pages or samples through Triton. Weights are cut over all ``devices``; the pages of a context lie on
     ``context_devices`` of them, and its key/value heads are cut over the rest. ``num_pages`` counts those of all
     context devices, each of which has the same number.
     """
@@ -93,7 +93,8 @@ class Plan:
     @property
     def attention(self) -> Implementation:
         """The code path of the ops that touch pages."""
-        through_xla = self.implementation == "native" and self.kv_format is KvFormat.BF16
+        native = self.implementation == "native"
+        through_xla = native and (self.kv_format is KvFormat.BF16 or self.context_devices > 1)
         return "xla" if through_xla else self.implementation
 
     @property

@@ -31,6 +31,7 @@ from planner.kv import BASE_BITS, energy_shape
 from planner.plan import Plan
 from planner.sharding import (
     ENERGY_AXES,
+    Device,
     DevicesError,
     Placement,
     over_mesh,
@@ -174,7 +175,7 @@ def numerics_of(plan: Plan) -> Numerics:
     return Numerics(plan.weight_form, linear, plan.attention, "pallas" if on_gpu else "xla", spread_of(plan))
 
 
-def building_devices(plan: Plan) -> Sequence[jax.Device]:
+def building_devices(plan: Plan) -> Sequence[Device]:
     """What a plan's programs are compiled for here: this process's CPU devices, or cards that need not be present.
 
     Raises:
@@ -185,7 +186,7 @@ def building_devices(plan: Plan) -> Sequence[jax.Device]:
     return card_devices(find_card(find_target(plan.target).card), plan.devices)
 
 
-def serving_devices(plan: Plan) -> Sequence[jax.Device]:
+def serving_devices(plan: Plan) -> Sequence[Device]:
     """The devices of this process that a plan's programs run on.
 
     Raises:

@@ -12,7 +12,7 @@ FlashDecoding.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +47,14 @@ Axes = tuple[str, ...]
 
 ENERGY_AXES: Axes = ("layers", "page_heads", "head_dim")
 """Of the query energies, which are used where pages are written."""
+
+
+@runtime_checkable
+class Device(Protocol):
+    """What matters of a device; the library's own type is known at run time only."""
+
+    id: int
+    platform: str
 
 
 class DevicesError(ValueError):
@@ -197,11 +205,11 @@ def spec_of(axes: Axes) -> PartitionSpec:
 class Placement:
     """The devices of a plan and where arrays go on them."""
 
-    devices: tuple[jax.Device, ...]
+    devices: tuple[Device, ...]
     mesh: Mesh
 
     @classmethod
-    def of(cls, plan: Plan, devices: Sequence[jax.Device]) -> "Placement":
+    def of(cls, plan: Plan, devices: Sequence[Device]) -> "Placement":
         """The first devices of a process, as many as the plan has.
 
         Raises:
@@ -219,7 +227,8 @@ class Placement:
 
     def sharding(self, spec: PartitionSpec) -> jax.sharding.Sharding:
         """Where the parts of an array go."""
-        return NamedSharding(self.mesh, spec) if len(self.devices) > 1 else SingleDeviceSharding(self.devices[0])
+        first, *others = self.devices
+        return NamedSharding(self.mesh, spec) if others else SingleDeviceSharding(first)
 
 
 def pool_axes(kv_format: KvFormat) -> tuple[Axes, ...]:
@@ -280,9 +289,7 @@ def place_energy(plan: Plan, energy: np.ndarray, placement: Placement) -> jax.Ar
     return jax.device_put(repeated, placement.sharding(spec_of(ENERGY_AXES)))
 
 
-def over_mesh(
-    function: Callable[..., object], placement: Placement, in_specs: object, out_specs: object
-) -> Callable[..., object]:
+def over_mesh(function: Callable[..., Any], placement: Placement, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
     """A step that every device runs on its own part of the arguments; a step of one device stays as it is."""
     if len(placement.devices) == 1:
         return function

@@ -136,6 +136,23 @@ def test_heads_of_a_page_are_cut_over_model_devices_and_pages_spread_over_contex
     assert Plan.from_json(both.to_json()) == both
 
 
+def test_shards_of_a_context_go_to_its_devices_in_turn():
+    page = 64 * 2 * 30 * 8 * 64 * 2
+    settings = {**GPU, "context": 70_000, "devices": 2, "context_devices": 2}
+    assert plan_of(**settings).shard_pages == 512
+    with pytest.raises(PlanError, match="one sequence of 70000 tokens needs 582"):  # 512, and 70 of the third shard
+        plan_of(**settings, kv_bytes=581 * page)
+    assert plan_of(**settings, kv_bytes=582 * page).num_pages == 2 * 582
+    with pytest.raises(PlanError, match="shard_len 1000 is no multiple of page_size 64: shards are whole pages"):
+        plan_of(**settings, shard_len=1000)
+
+
+def test_native_code_takes_no_part_of_a_context():
+    settings = {"implementation": "native", "architecture": GPU["architecture"], "context": 2048, "devices": 2}
+    assert plan_of(**settings).attention == "native"
+    assert plan_of(**settings, context_devices=2).attention == "xla"
+
+
 def test_more_devices_than_heads_repeat_them():
     few = replace(GPU["architecture"], kv_heads=2)
     plan = plan_of(**{**GPU, "architecture": few}, devices=8)
