@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import jax
 import numpy as np
 
 from appliance.config import ApplianceConfig
@@ -17,15 +18,19 @@ from appliance.model.energy import has_energy, write_energy
 from appliance.model.library import ModelLibrary
 from appliance.model.record import read_record, weights_folder
 from appliance.model.store import convert, restore
-from appliance.planning import plan_for, signing_key_file, store_directory
+from appliance.planning import plan_for, plans_by_format, signing_key_file, store_directory, usable_bytes
+from appliance.release import PUBLIC_KEY
 from planner.architecture import ModelArchitecture
 from planner.build import BuildReport, build
+from planner.catalogue import find_architecture
 from planner.energy import query_energy
 from planner.formats import WeightForm
 from planner.kv import BASE_BITS
 from planner.plan import Plan
 from planner.quantize import quantize
-from planner.signing import local_key
+from planner.signing import local_key, public_pem
+from planner.store import StoreError
+from planner.target import find_target
 from planner.weights import weight_specs
 
 ENERGY_WINDOWS = 4
@@ -43,6 +48,15 @@ class Converted:
     weights: Path
     form: WeightForm
     fresh: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """A folder of stores for other hosts; ``left_out`` says why a format has none."""
+
+    stores: list[BuildReport]
+    left_out: dict[str, str]
+    public_key: Path
 
 
 def convert_model(
@@ -75,13 +89,14 @@ def convert_model(
 
 
 def build_programs(
-    config: ApplianceConfig, calibration: CalibrationIds, progress: Progress, *, force: bool = False
+    config: ApplianceConfig, calibration: CalibrationIds, progress: Progress, *, force: bool = False, threads: int = 2
 ) -> BuildReport:
     """Bring the configured model in, convert it, and compile every program of its plan.
 
     Raises:
         PlanError: the settings cannot be planned.
         StoreError: the store cannot be written.
+        MemoryPlanError: a program takes more memory than it may.
     """
     folder = ModelLibrary(config.home).ensure(config.model.reference, progress)
     plan = plan_for(config, read_record(folder))
@@ -89,13 +104,79 @@ def build_programs(
     if plan.kv_format in BASE_BITS:
         ensure_energy(folder, plan, calibration, progress, force=force)
     key = local_key(signing_key_file(config.home))
+    _without_devices(plan)
     return build(
         plan,
         store_directory(config.home, folder, plan),
         key,
         lambda done, total, name: progress(f"compiled {name}", done, total),
         force=force,
+        threads=threads,
+        usable_bytes=usable_bytes(config),
     )
+
+
+def build_release(
+    config: ApplianceConfig,
+    reference: str | None,
+    out: Path,
+    key_file: Path,
+    progress: Progress,
+    *,
+    force: bool = False,
+    threads: int = 2,
+) -> Release:
+    """Compile the programs of every format that the configuration allows, each into a folder of ``out``.
+
+    Needs no weights. The public half of the key is written beside the stores.
+
+    Args:
+        config: the settings; without ``engine.kv_format`` every format is built that the model can be held in.
+        reference: an architecture of the catalogue or the path of a ``config.json``; None = the configured model.
+        out: the release.
+        key_file: signs it; made if there is none.
+        progress: told of every program.
+        force: compile everything again.
+        threads: compilations at once.
+
+    Raises:
+        UnknownArchitectureError: the reference names nothing.
+        CatalogError: the configured model is not in the store.
+        PlanError: no format can be planned.
+        SigningKeyError: the key cannot be read.
+        StoreError: the place cannot be written.
+        MemoryPlanError: a program takes more memory than it may.
+        CompileError: the compiler for cards is missing or refuses a program.
+    """
+    if reference is None:
+        record = read_record(ModelLibrary(config.home).ensure(config.model.reference, progress))
+        architecture, context = record.read_architecture(), record.context
+    else:
+        architecture = find_architecture(reference)
+        context = architecture.context
+    plans, key = plans_by_format(config, architecture, context), local_key(key_file)
+    _without_devices(next(plan for plan in plans.values() if isinstance(plan, Plan)))
+    left_out = {str(kv_format): plan for kv_format, plan in plans.items() if isinstance(plan, str)}
+    wanted = [plan for plan in plans.values() if isinstance(plan, Plan)]
+    total, before, reports = sum(len(plan.buckets()) for plan in wanted), 0, list[BuildReport]()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / PUBLIC_KEY).write_bytes(public_pem(key))
+    except OSError as error:
+        raise StoreError(f"release {out} cannot be written: {error}; free space or choose another place") from error
+    for plan in wanted:
+
+        def told(done: int, of_plan: int, name: str, plan: Plan = plan, before: int = before) -> None:
+            progress(f"compiled {plan.kv_format} {name}", before + done + len(plan.buckets()) - of_plan, total)
+
+        reports.append(
+            build(
+                plan, out / plan.kv_format, key, told,
+                force=force, threads=threads, usable_bytes=usable_bytes(config),
+            )
+        )  # fmt: skip
+        before += len(plan.buckets())
+    return Release(reports, left_out, out / PUBLIC_KEY)
 
 
 def ensure_energy(
@@ -113,6 +194,12 @@ def ensure_energy(
     few = ids[:: max(1, len(ids) // ENERGY_WINDOWS)]
     found = query_energy(plan, weights, few, lambda done, total: progress("measuring query energies", done, total))
     write_energy(folder, found)
+
+
+def _without_devices(plan: Plan) -> None:
+    """Programs for a GPU are compiled without one, whether this host has any or not."""
+    if find_target(plan.target).platform != "cpu":
+        jax.config.update("jax_platforms", "cpu")
 
 
 def _rounding(

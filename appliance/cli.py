@@ -19,6 +19,7 @@ from appliance.progress import ProgressView
 
 if TYPE_CHECKING:
     from appliance.config import ApplianceConfig
+    from planner.build import BuildReport
 
 _OWN_PACKAGES = ("api.", "appliance.", "planner.", "pallas_kernels.")
 
@@ -91,14 +92,16 @@ def main() -> None:
 @click.option("--port", type=int, help="TCP port; 0 takes a free one.")
 @click.option("--workers", type=int, help="API worker processes.")
 @click.option("--model", help="Model to serve.")
+@click.option("--programs", help="Folder of programs that another host built; default: those built here.")
 @_verb
-def serve(config_file: Path | None, as_json: bool, model: str | None, **server: Any) -> None:
+def serve(config_file: Path | None, as_json: bool, model: str | None, programs: str | None, **server: Any) -> None:
     """Serve the configured model until Ctrl-C or SIGTERM."""
     from appliance.lifecycle import serve as run  # noqa: PLC0415
     from appliance.model.library import ModelLibrary  # noqa: PLC0415
+    from appliance.release import adopt  # noqa: PLC0415
     from appliance.telemetry import configure_logging  # noqa: PLC0415
 
-    config = _load(config_file, server=server, model={"reference": model})
+    config = adopt(_load(config_file, server=server, model={"reference": model}, programs={"directory": programs}))
     configure_logging(config.log.level, "main")
     with ProgressView() as progress:
         folder = ModelLibrary(config.home).ensure(config.model.reference, progress.update)
@@ -113,28 +116,47 @@ def serve(config_file: Path | None, as_json: bool, model: str | None, **server: 
 
 @main.command()
 @_configured
+@click.option("--model", help="Model to fetch, convert and build for.")
+@click.option("--architecture", help="Build without weights, with --out: a name of the catalogue, or a config.json.")
 @click.option("--target", help="What to compile for; default: this host's CPU.")
-@click.option("--model", help="Model to build for.")
+@click.option("--devices", type=int, help="Devices that share the model.")
+@click.option("--context-devices", type=int, help="Of these, how many a long context is spread over.")
+@click.option("--kv-format", help="Format of keys and values; default with --out: every one, else the target's own.")
+@click.option("--slots", type=int, help="Sequences that decode at the same time.")
+@click.option("--max-context", type=int, help="Prompt and completion ids together; default: the model's own.")
+@click.option("--out", type=click.Path(path_type=Path), help="Folder for a release, to be served elsewhere.")
+@click.option("--signing-key", type=click.Path(path_type=Path), help="PEM file that signs a release; made if missing.")
+@click.option("--threads", type=click.IntRange(1, 256), default=2, show_default=True, help="Compilations at once.")
 @click.option("--force", is_flag=True, help="Compile even if the store is current.")
 @_verb
-def build(config_file: Path | None, target: str | None, model: str | None, force: bool, as_json: bool) -> None:
-    """Fetch and convert the model and compile every program it needs."""
-    config = _load(config_file, engine={"target": target}, model={"reference": model})
-    from appliance.building import build_programs  # noqa: PLC0415
+def build(config_file: Path | None, model: str | None, architecture: str | None, as_json: bool, **options: Any) -> None:
+    """Fetch and convert the model and compile every program it needs; with --out, programs for other hosts."""
+    out, signing_key, threads, force = (options.pop(name) for name in ("out", "signing_key", "threads", "force"))
+    if (architecture or signing_key) and not out:
+        raise Misuse("--architecture and --signing-key need --out, the folder of the release", as_json=as_json)
+    engine = {"context" if name == "max_context" else name: value for name, value in options.items()}
+    config = _load(config_file, engine=engine, model={"reference": model})
+    if not config.engine.target.startswith("cpu"):
+        from pallas_kernels.platform import find_gpu_compiler  # noqa: PLC0415
 
+        find_gpu_compiler()  # before jax is imported
+    from appliance import building  # noqa: PLC0415
+
+    if not out:
+        with ProgressView() as progress:
+            made = building.build_programs(config, _calibration, progress.update, force=force, threads=threads)
+        _show(_built(made), as_json)
+        return
+    key = signing_key or building.signing_key_file(config.home)
     with ProgressView() as progress:
-        report = build_programs(config, _calibration, progress.update, force=force)
-    _show(
-        {
-            "store": str(report.directory),
-            "programs": report.programs,
-            "compiled": report.compiled,
-            "bytes": report.total_bytes,
-            "max_arguments": report.max_arguments,
-            "memory_bytes": report.memory.total_bytes,
-        },
-        as_json,
-    )
+        release = building.build_release(config, architecture, out, key, progress.update, force=force, threads=threads)
+    for left_out, reason in release.left_out.items():
+        click.echo(f"zccp: {left_out} is left out: {reason}", err=True)
+    rows = [{"kv_format": report.directory.name, **_built(report)} for report in release.stores]
+    if as_json:
+        click.echo(json.dumps({"release": str(out), "public_key": str(release.public_key), "stores": rows}))
+    else:
+        _table("stores", rows, as_json)
 
 
 @main.command()
@@ -438,6 +460,20 @@ def _calibration(folder: Path) -> Any:
     from appliance.model.calibration import calibration_ids  # noqa: PLC0415
 
     return calibration_ids(folder)
+
+
+def _built(report: "BuildReport") -> dict[str, Any]:
+    """A store that was built, for people and scripts."""
+    return {
+        "store": str(report.directory),
+        "programs": report.programs,
+        "compiled": report.compiled,
+        "bytes": report.total_bytes,
+        "max_arguments": report.max_arguments,
+        "memory_bytes": report.memory.total_bytes,
+        "temp_bytes": report.temp_bytes,
+        "alias_fraction": report.alias_fraction,
+    }
 
 
 def _show(values: dict[str, Any], as_json: bool) -> None:

@@ -120,6 +120,15 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     max_waiting_tokens: Annotated[int, _number(64, 1 << 31, "Prompt ids that may wait; more get 429.")] = 524_288
 
 
+class ProgramsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Programs that another host built (``zccp build --out``)."""
+
+    directory: Annotated[str, _text("Folder of a release; empty = programs built on this host.")] = ""
+    public_key: Annotated[
+        str, _text("PEM file of the public key that signed it; empty = the key of this host's own builds.")
+    ] = ""
+
+
 class PredictionConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Lengths of completions, learned from finished requests for admission."""
 
@@ -158,6 +167,7 @@ class ApplianceConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     shared_memory: SharedMemoryConfig = SharedMemoryConfig()
     model: ModelConfig = ModelConfig()
     engine: EngineConfig = EngineConfig()
+    programs: ProgramsConfig = ProgramsConfig()
     prediction: PredictionConfig = PredictionConfig()
     auth: AuthConfig = AuthConfig()
     log: LogConfig = LogConfig()
@@ -391,7 +401,14 @@ def _with_paths(config: ApplianceConfig) -> ApplianceConfig:
         config,
         paths=PathsConfig(home=str(home.absolute()), run=str(run.absolute())),
         auth=msgspec.structs.replace(config.auth, keys_file=str(keys.absolute())),
+        programs=ProgramsConfig(
+            directory=_absolute(config.programs.directory), public_key=_absolute(config.programs.public_key)
+        ),
     )
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().absolute()) if path else ""
 
 
 def _default_home() -> Path:

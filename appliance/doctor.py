@@ -136,18 +136,17 @@ def _model(config: ApplianceConfig) -> Finding:
 def _programs(config: ApplianceConfig) -> Finding:
     from appliance.model.library import ModelLibrary  # noqa: PLC0415 - reads numpy
     from appliance.model.record import read_record  # noqa: PLC0415 - reads numpy
-    from appliance.planning import plan_for, signing_key_file, store_directory  # noqa: PLC0415 - reads numpy
-    from planner.signing import local_key  # noqa: PLC0415 - reads cryptography
+    from appliance.planning import signing_key_file  # noqa: PLC0415 - reads numpy
+    from appliance.release import programs_of  # noqa: PLC0415 - reads cryptography
     from planner.store import StoreError, open_store  # noqa: PLC0415 - reads jax
 
     folder = ModelLibrary(config.home).folder(config.model.reference)
-    key_file = signing_key_file(config.home)
-    if not (folder / "model.json").is_file() or not key_file.is_file():
+    built = bool(config.programs.directory) or signing_key_file(config.home).is_file()
+    if not (folder / "model.json").is_file() or not built:
         return Finding("programs", "failed", "no programs have been built", "zccp build")
-    plan = plan_for(config, read_record(folder))
-    directory = store_directory(config.home, folder, plan)
+    plan, directory, key = programs_of(config, folder, read_record(folder))
     try:
-        store = open_store(directory, plan, local_key(key_file).public_key())
+        store = open_store(directory, plan, key)
         store.verify()
     except StoreError as error:
         return Finding("programs", "failed", str(error), "zccp build")

@@ -4,7 +4,7 @@ Owns the defaults of the engine section and the layout of the state directory be
 process, the engine and the builder; never imports jax.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -89,9 +89,17 @@ def plan_to_serve(config: ApplianceConfig, architecture: ModelArchitecture, mode
     if config.engine.kv_format != "auto":
         chosen = config.engine.kv_format or _defaults(config).kv_format
         return _plan(config, architecture, context, KvFormat(chosen))
-    plans = [plan for plan in plans_by_format(config, architecture, context).values() if isinstance(plan, Plan)]
+    return choose([plan for plan in plans_by_format(config, architecture, context).values() if isinstance(plan, Plan)])
+
+
+def choose(plans: Sequence[Plan]) -> Plan:
+    """The plan among several formats that holds the longest context with the most bits.
+
+    Raises:
+        PlanError: none does.
+    """
     terms = terms_of(plans)
-    made = decide(terms, context - 1, 1, free_bytes(terms))
+    made = decide(terms, plans[0].context - 1, 1, free_bytes(terms))
     if isinstance(made, Declined):
         raise PlanError(f"engine.kv_format auto: {made.message}")
     return made.plan

@@ -15,8 +15,8 @@ from appliance.engine_metrics import EngineObserver
 from appliance.engine_ports import Gateway, ProgramSet
 from appliance.model.placed import load_weights
 from appliance.model.record import read_record
-from appliance.planning import plan_for, signing_key_file, store_directory
 from appliance.prediction import LengthForecast, TrainingProcess, state_file
+from appliance.release import programs_of
 from appliance.submission import ModelLimits
 from planner.buckets import Bucket, Phase
 from planner.kv import BASE_BITS
@@ -24,7 +24,6 @@ from planner.pages import PagePool
 from planner.plan import Plan
 from planner.program import Program, empty_state, idle_arguments
 from planner.schedule import Scheduler, SchedulerSettings
-from planner.signing import local_key
 from planner.store import open_store
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
@@ -47,10 +46,9 @@ def build_engine(
     config = assignment.config
     folder = Path(assignment.model)
     record = read_record(folder)
-    plan = plan_for(config, record)
+    plan, directory, key = programs_of(config, folder, record)
     announce("verifying the program store")
-    key = local_key(signing_key_file(config.home)).public_key()
-    store = open_store(store_directory(config.home, folder, plan), plan, key)
+    store = open_store(directory, plan, key)
     announce("loading programs")
     programs = {program.bucket: program for program in store.load_all()}
     announce("restoring weights")

@@ -1,7 +1,7 @@
 """Plan to programs: compiles every bucket of a plan and writes the store. Runs on a build host, never while serving."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +13,11 @@ from jax.experimental import serialize_executable
 
 from pallas_kernels import native
 from planner.buckets import Bucket
-from planner.memory import MemoryPlan, memory_plan
+from planner.memory import MemoryPlan, check, memory_plan
 from planner.plan import Plan
 from planner.program import Program, ProgramCost, compile_program
-from planner.store import StoreError, open_store, write_store
+from planner.store import StoreError, open_store
+from planner.store_writer import StoreWriter
 from planner.target import Target, TargetHostError, find_target
 
 Progress = Callable[[int, int, str], None]
@@ -28,7 +29,11 @@ _WIDER_THAN_AVX2 = re.compile(rb"\+(avx512\w*|avx10[.\w]*|avxvnni\w*|amx-[\w-]+)
 
 @dataclass(frozen=True, slots=True)
 class BuildReport:
-    """What a build made. ``compiled`` is 0 when the store was current already."""
+    """What a build made. ``compiled`` is 0 when the store was current already.
+
+    ``temp_bytes`` are the most temporaries of a program, ``alias_fraction`` the least share of the donated state that a
+    program updates in place.
+    """
 
     directory: Path
     programs: int
@@ -36,25 +41,39 @@ class BuildReport:
     memory: MemoryPlan
     max_arguments: int
     total_bytes: int
+    temp_bytes: int
+    alias_fraction: float
 
 
 def build(
-    plan: Plan, directory: Path, key: Ed25519PrivateKey, progress: Progress, *, force: bool = False, threads: int = 2
+    plan: Plan,
+    directory: Path,
+    key: Ed25519PrivateKey,
+    progress: Progress,
+    *,
+    force: bool = False,
+    threads: int = 2,
+    usable_bytes: int = 0,
 ) -> BuildReport:
     """Compile every program of a plan into a signed store, unless a current one is there.
+
+    A build that was cut off goes on where it ended. Programs that do not keep to the memory plan are no store.
 
     Args:
         plan: what to compile.
         directory: where the store goes; an older one is replaced when the new one is whole.
         key: signs the manifest.
         progress: called after every program.
-        force: compile even if the store is current.
+        force: compile everything even if the store is current.
         threads: compilations at once.
+        usable_bytes: a bound on each device's memory below the target's own; 0 = none.
 
     Raises:
         StoreError: the store cannot be written.
         NativeBuildError: the native kernels cannot be compiled.
         TargetHostError: the process was not started for the target's instruction sets.
+        MemoryPlanError: a program takes more memory than it may, or holds what it is given twice.
+        CompileError: the compiler for cards is missing or refuses a program.
     """
     require_isa(find_target(plan.target))
     if not force:
@@ -68,9 +87,16 @@ def build(
     library = native.compile_library() if plan.implementation == "native" else None
     if library is not None:
         native.register(library)
-    programs = compile_all(plan, progress, threads)
-    write_store(directory, plan, programs, library, key)
-    return _report(plan, directory, [program.cost for program in programs.values()], compiled=len(programs))
+    with StoreWriter(directory, plan, key, fresh=force) as writer:
+        missing = [bucket for bucket in plan.buckets() if bucket not in writer.entries]
+        before = len(writer.entries)
+        for program in compiled(plan, missing, threads):
+            writer.add(program)
+            progress(len(writer.entries), before + len(missing), program.bucket.name)
+        costs = {bucket: entry.cost for bucket, entry in writer.entries.items()}
+        check(plan, costs, usable_bytes)
+        writer.finish(library)
+    return _report(plan, directory, list(costs.values()), compiled=len(missing))
 
 
 def require_isa(target: Target) -> None:
@@ -95,24 +121,36 @@ def require_isa(target: Target) -> None:
 
 def _report(plan: Plan, directory: Path, costs: list[ProgramCost], *, compiled: int) -> BuildReport:
     workspace = max(cost.temp_bytes + cost.output_bytes - cost.alias_bytes for cost in costs)
+    memory = memory_plan(plan, workspace)
+    donated = memory.pages_bytes + memory.slots_bytes
     return BuildReport(
         directory=directory,
         programs=len(costs),
         compiled=compiled,
-        memory=memory_plan(plan, workspace),
+        memory=memory,
         max_arguments=max(cost.num_arguments for cost in costs),
         total_bytes=sum(file.stat().st_size for file in directory.iterdir()),
+        temp_bytes=max(cost.temp_bytes for cost in costs),
+        alias_fraction=min(1.0, *(cost.alias_bytes / donated for cost in costs)),
     )
 
 
-def compile_all(plan: Plan, progress: Progress, threads: int) -> dict[Bucket, Program]:
-    """Compile every bucket, several at once."""
-    buckets = plan.buckets()
-    programs: dict[Bucket, Program] = {}
+def compiled(plan: Plan, buckets: Sequence[Bucket], threads: int) -> Iterator[Program]:
+    """Compile buckets, several at once; programs come as they are ready."""
     with ThreadPoolExecutor(threads) as pool:
-        running = {pool.submit(compile_program, plan, bucket): bucket for bucket in buckets}
-        for future in as_completed(running):
-            bucket = running[future]
-            programs[bucket] = future.result()
-            progress(len(programs), len(buckets), bucket.name)
+        running = [pool.submit(compile_program, plan, bucket) for bucket in buckets]
+        try:
+            for future in as_completed(running):
+                yield future.result()
+                running.remove(future)  # so that nothing holds what has been taken
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def compile_all(plan: Plan, progress: Progress, threads: int) -> dict[Bucket, Program]:
+    """Compile every bucket and keep the programs."""
+    buckets, programs = plan.buckets(), dict[Bucket, Program]()
+    for program in compiled(plan, buckets, threads):
+        programs[program.bucket] = program
+        progress(len(programs), len(buckets), program.bucket.name)
     return {bucket: programs[bucket] for bucket in buckets}

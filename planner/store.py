@@ -1,39 +1,37 @@
 """Program store: the directory of compiled programs that a build host writes and a node loads.
 
-Owns its format: ``manifest.json``, ``manifest.sig`` (Ed25519 over the manifest), one ``<key>.zst`` a program and
-``native.so`` where programs call native kernels; their SHA-256 stand in the manifest. Nothing is unpickled before
-signature and hash are verified, and nothing is loaded that was built from another plan, by other versions, for other
-instruction sets or from other kernel sources.
+Owns its format and the loading; ``planner.store_writer`` writes it. A store is ``manifest.json``, ``manifest.sig``
+(Ed25519 over the manifest), one ``<key>.zst`` a program and ``native.so`` where programs call native kernels; their
+SHA-256 stand in the manifest. Nothing is unpickled before signature and hash are verified, and nothing is loaded that
+was built from another plan, by other versions, for other instruction sets or from other kernel sources.
 """
 
-import fcntl
 import hashlib
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import metadata, resources
 from pathlib import Path
 from typing import Any
 
 import zstandard
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from pallas_kernels import native
 from pallas_kernels.platform import cpu_features
 from planner.buckets import Bucket
 from planner.plan import Plan, program_key
-from planner.program import Program, ProgramCost, deserialise, serialise
+from planner.program import Program, ProgramCost, deserialise
 from planner.signing import verifies
 from planner.target import Target, find_target
 
 SCHEMA = 1
 MANIFEST, SIGNATURE, LIBRARY = "manifest.json", "manifest.sig", "native.so"
-_LEVEL = 3
+_PACKAGES = {"cpu": ("jax", "jaxlib"), "cuda": ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda12-pjrt")}
+"""Packages of a platform whose versions a program is bound to."""
 _SHAPES_ONLY = ("cases.py", "model_shapes.py")
-_PLANNER_SOURCES = ("batch.py", "decoder.py", "program.py", "rope.py", "weights.py")
+_PLANNER_SOURCES = ("batch.py", "decoder.py", "program.py", "rope.py", "sharding.py", "weights.py")
 
 
 class StoreError(ValueError):
@@ -71,104 +69,12 @@ def identity(plan: Plan) -> dict[str, Any]:
     target = find_target(plan.target)
     return {
         "target": {"name": target.name, "platform": target.platform, "features": list(_features(target))},
-        "architecture_sha256": _digest(plan.architecture.to_json()),
+        "architecture_sha256": digest(plan.architecture.to_json()),
         "weight_form": str(plan.weight_form),
         "plan_sha256": plan.digest(),
-        "versions": {name: metadata.version(name) for name in ("jax", "jaxlib")},
+        "versions": {name: _version(name) for name in _PACKAGES[target.platform]},
         "kernel_sources_sha256": _kernel_sources(),
     }
-
-
-def write_store(
-    directory: Path, plan: Plan, programs: Mapping[Bucket, Program], library: bytes | None, key: Ed25519PrivateKey
-) -> None:
-    """Write a whole store beside the old one and put it in its place.
-
-    Args:
-        directory: the store.
-        plan: what the programs were compiled from.
-        programs: one a bucket of the plan.
-        library: the native kernels that the programs call, if they call any.
-        key: signs the manifest.
-
-    Raises:
-        StoreError: the disk is full or the directory cannot be written; the old store is untouched.
-    """
-    scratch: Path | None = None
-    lock: int | None = None
-    try:
-        scratch, lock = _fresh_scratch(directory)
-        entries: list[dict[str, Any]] = []
-        for bucket, program in programs.items():
-            packed = zstandard.compress(serialise(program), _LEVEL)
-            name = program_key(plan, bucket)
-            (scratch / f"{name}.zst").write_bytes(packed)
-            entry = StoreEntry(name, hashlib.sha256(packed).hexdigest(), len(packed), program.cost)
-            entries.append(asdict(entry))
-        manifest = {"schema": SCHEMA, **identity(plan), "plan": plan.to_json(), "programs": entries}
-        if library is not None:
-            (scratch / LIBRARY).write_bytes(library)
-            manifest["library_sha256"] = hashlib.sha256(library).hexdigest()
-        text = json.dumps(manifest, indent=1, sort_keys=True).encode()
-        (scratch / MANIFEST).write_bytes(text)
-        (scratch / SIGNATURE).write_bytes(key.sign(text))
-        _replace(directory, scratch)
-    except OSError as error:
-        raise StoreError(
-            f"program store {directory} cannot be written: {error}; free space or choose another"
-        ) from error
-    finally:
-        if scratch is not None:
-            shutil.rmtree(scratch, ignore_errors=True)
-        if lock is not None:
-            os.close(lock)
-
-
-def _fresh_scratch(directory: Path) -> tuple[Path, int]:
-    """An empty folder beside a store and the lock that says that its writer lives; removes what killed writers left."""
-    parent, prefix = directory.parent, f".{directory.name}-"
-    parent.mkdir(parents=True, exist_ok=True)
-    guard = os.open(parent, os.O_RDONLY)
-    try:
-        fcntl.flock(guard, fcntl.LOCK_EX)
-        for left in parent.iterdir():
-            if left.name.startswith(prefix) and (lock := _lock(left)) is not None:
-                shutil.rmtree(left, ignore_errors=True)
-                os.close(lock)
-        scratch = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-        lock = _lock(scratch)
-        assert lock is not None, "a folder that nobody knows yet is locked"
-        return scratch, lock
-    finally:
-        os.close(guard)
-
-
-def _lock(folder: Path) -> int | None:
-    """A descriptor that holds the folder's lock, None if another one holds it or the folder is gone."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-    except FileNotFoundError:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        return None
-    return descriptor
-
-
-def _replace(directory: Path, scratch: Path) -> None:
-    old = scratch.with_name(f"{scratch.name}-old")
-    scratch.chmod(0o755)
-    if directory.exists():
-        directory.rename(old)
-    try:
-        scratch.rename(directory)
-    except OSError:
-        if old.exists():
-            old.rename(directory)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +159,8 @@ def open_store(directory: Path, plan: Plan, key: Ed25519PublicKey) -> ProgramSto
     text = manifest_path.read_bytes()
     if not signature_path.is_file() or not verifies(key, signature_path.read_bytes(), text):
         raise StoreUntrustedError(
-            f"the manifest in {directory} is not signed by the key of this state directory; rebuild it with: zccp build"
+            f"the manifest in {directory} is not signed by the key that is trusted here; rebuild it with: zccp build, "
+            "or name the key that signed it in programs.public_key"
         )
     manifest = json.loads(text)
     found = differences(manifest, plan)
@@ -305,11 +212,19 @@ def _plan_lines(store: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str
     return lines or ["plan: differs in the architecture"]
 
 
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
 def _features(target: Target) -> tuple[str, ...]:
     return target.features if target.features or target.platform != "cpu" else cpu_features()
 
 
-def _digest(document: Any) -> str:
+def digest(document: Any) -> str:
+    """SHA-256 of a document of JSON values."""
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 

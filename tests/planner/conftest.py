@@ -26,7 +26,7 @@ def built_store(tmp_path_factory: pytest.TempPathFactory) -> BuiltStore:
     from planner.build import compile_all
     from planner.formats import KvFormat, WeightForm
     from planner.plan import make_plan
-    from planner.store import write_store
+    from planner.store_writer import StoreWriter
 
     architecture = ModelArchitecture(
         family="llama", layers=2, embed=32, ffw=48, q_heads=4, kv_heads=2, head_dim=16, vocab=80, context=64,
@@ -40,5 +40,8 @@ def built_store(tmp_path_factory: pytest.TempPathFactory) -> BuiltStore:
     programs = compile_all(plan, lambda *call: calls.append(call), 2)
     key = Ed25519PrivateKey.generate()
     directory = tmp_path_factory.mktemp("store") / "programs"
-    write_store(directory, plan, programs, None, key)
+    with StoreWriter(directory, plan, key) as writer:
+        for program in programs.values():
+            writer.add(program)
+        writer.finish(None)
     return BuiltStore(directory, plan, programs, key, tuple(calls))

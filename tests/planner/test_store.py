@@ -18,6 +18,8 @@ from planner import store as store_module
 from planner.buckets import Bucket, Phase
 from planner.build import build
 from planner.formats import WeightForm
+from planner.memory import MemoryPlanError
+from planner.plan import program_key
 from planner.program import empty_state, idle_arguments
 from planner.signing import public_pem
 from planner.store import (
@@ -28,9 +30,8 @@ from planner.store import (
     StoreMissingError,
     StoreUntrustedError,
     open_store,
-    program_key,
-    write_store,
 )
+from planner.store_writer import StoreWriter
 from planner.weights import weight_specs
 
 ROOT = Path(__file__).parents[2]
@@ -135,19 +136,19 @@ class TestTrust:
     def test_unsigned(self, built_store, copy):
         (copy / SIGNATURE).unlink()
         with pytest.raises(
-            StoreUntrustedError, match=f"the manifest in {copy} is not signed by the key of this state directory"
+            StoreUntrustedError, match=f"the manifest in {copy} is not signed by the key that is trusted here"
         ):
             opened(built_store, copy)
 
     def test_signed_by_another_key(self, built_store, copy):
         edit_manifest(copy, Ed25519PrivateKey.generate(), lambda document: None)
-        with pytest.raises(StoreUntrustedError, match="is not signed by the key of this state directory"):
+        with pytest.raises(StoreUntrustedError, match="is not signed by the key that is trusted here"):
             opened(built_store, copy)
 
     def test_a_manifest_changed_after_signing(self, built_store, copy):
         text = (copy / MANIFEST).read_bytes()
         (copy / MANIFEST).write_bytes(text.replace(b'"schema": 1', b'"schema":  1'))
-        with pytest.raises(StoreUntrustedError, match="is not signed by the key of this state directory"):
+        with pytest.raises(StoreUntrustedError, match="is not signed by the key that is trusted here"):
             opened(built_store, copy)
 
     def test_a_program_changed_after_signing_is_never_unpickled(self, built_store, copy, monkeypatch):
@@ -291,8 +292,15 @@ def test_the_digest_of_the_sources_sees_kernels_and_ignores_cases(tmp_path, monk
         before = after
 
 
+def write_store(directory, plan, programs, key, **options):
+    with StoreWriter(directory, plan, key, **options) as writer:
+        for program in programs.values():
+            writer.add(program)
+        writer.finish(None)
+
+
 class TestWriting:
-    def test_a_full_disk_leaves_the_old_store_and_no_scraps(self, built_store, copy, monkeypatch):
+    def test_a_full_disk_leaves_the_old_store_and_the_finished_programs(self, built_store, copy, monkeypatch):
         write_bytes = Path.write_bytes
 
         def full(path, content):
@@ -304,15 +312,18 @@ class TestWriting:
         with pytest.raises(
             StoreError, match=f"program store {copy} cannot be written: .*No space left .*; free space or"
         ):
-            write_store(copy, built_store.plan, built_store.programs, None, built_store.key)
+            write_store(copy, built_store.plan, built_store.programs, built_store.key)
         monkeypatch.undo()
-        assert [path.name for path in copy.parent.iterdir()] == [copy.name]
         opened(built_store, copy).verify()
+        with StoreWriter(copy, built_store.plan, built_store.key) as writer:
+            assert set(writer.entries) == set(built_store.plan.buckets())
+            writer.finish(None)
+        assert [path.name for path in copy.parent.iterdir()] == [copy.name]
 
     def test_a_place_that_cannot_be_made(self, built_store, tmp_path):
         (tmp_path / "file").write_text("")
         with pytest.raises(StoreError, match=r"cannot be written: .*; free space or choose another"):
-            write_store(tmp_path / "file" / "programs", built_store.plan, built_store.programs, None, built_store.key)
+            write_store(tmp_path / "file" / "programs", built_store.plan, built_store.programs, built_store.key)
 
     def test_a_failed_exchange_puts_the_old_store_back(self, built_store, copy, monkeypatch):
         rename = Path.rename
@@ -324,60 +335,107 @@ class TestWriting:
 
         monkeypatch.setattr(Path, "rename", fail)
         with pytest.raises(StoreError, match="cannot be written"):
-            write_store(copy, built_store.plan, built_store.programs, None, built_store.key)
+            write_store(copy, built_store.plan, built_store.programs, built_store.key)
         monkeypatch.undo()
-        assert [path.name for path in copy.parent.iterdir()] == [copy.name]
         opened(built_store, copy).verify()
 
-    def test_what_killed_writers_left_is_removed_and_what_a_live_one_writes_is_not(self, built_store, copy):
-        dead, live = copy.with_name(f".{copy.name}-dead"), copy.with_name(f".{copy.name}-live")
-        for folder in (dead, live):
-            folder.mkdir()
-            (folder / "some.zst").write_bytes(b"half")
-        program = (
-            "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], 0), fcntl.LOCK_EX); print(1, flush=True); input()"
-        )
-        command = [sys.executable, "-c", program, str(live)]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
-            assert writer.stdout.readline()
-            write_store(copy, built_store.plan, built_store.programs, None, built_store.key)
-            assert {path.name for path in copy.parent.iterdir()} == {copy.name, live.name}
-            writer.communicate(b"\n")
-        write_store(copy, built_store.plan, built_store.programs, None, built_store.key)
-        assert [path.name for path in copy.parent.iterdir()] == [copy.name]
+    def test_an_exchange_that_was_cut_off_is_put_right(self, built_store, copy):
+        copy.rename(copy.with_name(f".{copy.name}-old"))
+        with StoreWriter(copy, built_store.plan, built_store.key):
+            opened(built_store, copy).verify()
+
+    def test_two_builds_of_one_store_do_not_mix(self, built_store, copy):
+        with (
+            StoreWriter(copy, built_store.plan, built_store.key),
+            pytest.raises(StoreError, match=f"another build of {copy} is running; wait for its end"),
+        ):
+            write_store(copy, built_store.plan, built_store.programs, built_store.key)
+        write_store(copy, built_store.plan, built_store.programs, built_store.key)
 
     def test_a_new_store_replaces_the_old_one_whole(self, built_store, copy):
         (copy / "left-over.zst").write_bytes(b"")
         key = Ed25519PrivateKey.generate()
-        write_store(copy, built_store.plan, built_store.programs, None, key)
+        write_store(copy, built_store.plan, built_store.programs, key)
         assert [path.name for path in copy.parent.iterdir()] == [copy.name]
         assert not (copy / "left-over.zst").exists()
         open_store(copy, built_store.plan, key.public_key()).verify()
         assert copy.stat().st_mode & 0o777 == 0o755
 
+    def test_a_store_with_a_program_missing_is_none(self, built_store, copy):
+        first, second, *rest = built_store.plan.buckets()
+        with StoreWriter(copy, built_store.plan, built_store.key) as writer:
+            writer.add(built_store.programs[first])
+            with pytest.raises(StoreError, match=f"lacks {', '.join(bucket.name for bucket in (second, *rest))}"):
+                writer.finish(None)
+        opened(built_store, copy).verify()
+
+
+class TestGoingOn:
+    """A build that was cut off after its first program."""
+
+    @pytest.fixture
+    def work(self, built_store, copy) -> Path:
+        with StoreWriter(copy, built_store.plan, built_store.key) as writer:
+            writer.add(built_store.programs[built_store.plan.buckets()[0]])
+        return copy.with_name(f".{copy.name}-partial")
+
+    def taken_over(self, built_store, copy, **options) -> int:
+        with StoreWriter(copy, options.pop("plan", built_store.plan), built_store.key, **options) as writer:
+            return len(writer.entries)
+
+    def test_what_is_finished_is_taken_over(self, built_store, copy, work):
+        assert self.taken_over(built_store, copy) == 1
+        assert self.taken_over(built_store, copy, fresh=True) == 0
+        assert list(work.iterdir()) == []
+
+    def test_programs_of_another_plan_are_not(self, built_store, copy, work):
+        assert self.taken_over(built_store, copy, plan=replace(built_store.plan, num_pages=9)) == 0
+
+    @pytest.mark.parametrize("kind", ["zst", "entry"])
+    @pytest.mark.parametrize("fault", ["half", "changed", "gone"])
+    def test_nor_is_what_this_key_did_not_sign(self, built_store, copy, work, kind, fault):
+        (file,) = work.glob(f"*.{kind}")
+        content = file.read_bytes()
+        match fault:
+            case "half":
+                file.write_bytes(content[: len(content) // 2])
+            case "changed":
+                file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+            case "gone":
+                file.unlink()
+        assert self.taken_over(built_store, copy) == 0
+
+    def test_an_entry_of_one_program_is_none_for_another(self, built_store, copy, work):
+        first, second = (program_key(built_store.plan, bucket) for bucket in built_store.plan.buckets()[:2])
+        for kind in ("zst", "entry"):
+            (work / f"{first}.{kind}").rename(work / f"{second}.{kind}")
+        assert self.taken_over(built_store, copy) == 0
+
 
 class TestBuilding:
     @pytest.fixture(autouse=True)
     def _compiled_before(self, built_store, monkeypatch):
-        self.compiled = 0
+        self.compiled = []
 
-        def compile_all(plan, progress, threads):
-            self.compiled += 1
-            return built_store.programs
+        def compiled(plan, buckets, threads):
+            for bucket in buckets:
+                self.compiled.append(bucket)
+                yield built_store.programs[bucket]
 
-        monkeypatch.setattr(build_module, "compile_all", compile_all)
+        monkeypatch.setattr(build_module, "compiled", compiled)
 
     def build(self, built_store, directory, **options):
         return build(built_store.plan, directory, built_store.key, lambda *_: None, **options)
 
     def test_a_current_store_is_left_alone(self, built_store, copy):
         report = self.build(built_store, copy)
-        assert (report.programs, report.compiled, self.compiled) == (3, 0, 0)
+        assert (report.programs, report.compiled, self.compiled) == (3, 0, [])
         forced = self.build(built_store, copy, force=True)
-        assert (forced.programs, forced.compiled, self.compiled) == (3, 3, 1)
+        assert (forced.programs, forced.compiled, len(self.compiled)) == (3, 3, 3)
         assert replace(forced, compiled=0) == report, "both tell the same of the same store"
         assert report.total_bytes == sum(path.stat().st_size for path in copy.iterdir())
         assert report.memory.workspace_bytes > 0
+        assert report.alias_fraction == 1.0
 
     @pytest.mark.parametrize("fault", ["missing program", "damaged program", "unsigned", "other plan"])
     def test_whatever_open_or_load_would_refuse_is_built_anew(self, built_store, copy, fault):
@@ -393,3 +451,26 @@ class TestBuilding:
                 edit_manifest(copy, built_store.key, lambda document: document.update(plan_sha256=""))
         assert self.build(built_store, copy).compiled == 3
         opened(built_store, copy).verify()
+
+    def test_a_build_that_was_cut_off_goes_on(self, built_store, tmp_path):
+        told = []
+
+        def stop(done, total, name):
+            told.append((done, total))
+            if done == 2:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            build(built_store.plan, tmp_path / "new", built_store.key, stop)
+        report = build(built_store.plan, tmp_path / "new", built_store.key, lambda *told_: told.append(told_[:2]))
+        assert (report.programs, report.compiled) == (3, 1)
+        assert told == [(1, 3), (2, 3), (3, 3)]
+        assert self.compiled == list(built_store.plan.buckets())
+
+    def test_programs_that_hold_the_pool_twice_are_no_store(self, built_store, tmp_path, monkeypatch):
+        first = built_store.plan.buckets()[0]
+        greedy = replace(built_store.programs[first], cost=replace(built_store.programs[first].cost, alias_bytes=7))
+        monkeypatch.setitem(built_store.programs, first, greedy)
+        with pytest.raises(MemoryPlanError, match=f"{first.name}: 7 bytes of the .* donated are updated in place"):
+            self.build(built_store, tmp_path / "new")
+        assert not (tmp_path / "new").exists()
