@@ -235,19 +235,22 @@ class Engine:
 
     def _commit(self, launches: list[_Launch]) -> list[Emission]:
         emissions: list[Emission] = []
+        ended: set[int] = set()
         for launch in launches:
             before_s = self._clock()
             sampled = np.asarray(launch.out.ids)
             now_s = self._clock()
             self._waited_s += now_s - before_s
             ids: list[int] = sampled[launch.rows].tolist()
-            logprobs = _Logprobs(launch)
-            for index in self._scheduler.commit(launch.sequences, ids, now_s):
-                sequence = launch.sequences[index]
+            logprobs, sequences = _Logprobs(launch), launch.sequences
+            for index in self._scheduler.commit(sequences, ids, now_s):
+                sequence, finish = sequences[index], None
                 record = logprobs.record(index, ids[index]) if sequence.sampling.top_logprobs >= 0 else ()
-                finish = self._ended(sequence, now_s) if sequence.status is Status.FINISHED else None
+                if sequence.status is Status.FINISHED:
+                    finish = self._ended(sequence, now_s)
+                    ended.add(sequence.key)
                 emissions.append(Emission(sequence.key, sequence.completion_len, (ids[index],), record, finish))
-        return emissions + self._finishes({emission.key for emission in emissions if emission.finish is not None})
+        return emissions + self._finishes(ended)
 
     def _finishes(self, told: set[int]) -> list[Emission]:
         """The finishes of sequences without a new id in this step."""

@@ -7,7 +7,7 @@ Owns the seam types of ``engine``. Nothing here computes, and nothing here knows
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy.typing as npt
 
@@ -116,9 +116,8 @@ class Finished:
     decode_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Emission:
-    """News of one sequence in one step.
+class Emission(NamedTuple):
+    """News of one sequence in one step; a tuple, since a step makes one for every row.
 
     ``ids`` are the new completion ids and ``completion_len`` counts all up to them. ``logprobs`` has one record a new
     id when the request asked for them: pairs of id and log-probability, the sampled id first, then the likeliest.

@@ -369,30 +369,29 @@ class EngineGateway:
     def _pack(self, peer: _Peer) -> None:
         """Move news into the outbox: one ``Advance`` within its budget, then ``Finish`` for those fully told."""
         items: list[Progress] = []
-        ended: list[_Stream] = []
+        told: list[int] = []
+        ended: list[tuple[_Stream, Finish]] = []
         budget = _ADVANCE_BUDGET_BYTES
-        for stream in list(peer.unsent.values()):
+        for stream in peer.unsent.values():
             if budget < _ITEM_BYTES + stream.record_bytes:
                 break
-            count = stream.written - stream.told
             if stream.record_bytes:
-                count = min(count, (budget - _ITEM_BYTES) // stream.record_bytes)
-            if count and (stream.record_bytes or stream.finish is None):
-                used = count * stream.record_bytes
-                items.append(Progress(stream.key, stream.told + count, bytes(stream.logprobs[:used])))
-                del stream.logprobs[:used]
-                peer.unsent_logprob_bytes -= used
-                budget -= _ITEM_BYTES + used
-                stream.told += count
-            if stream.told == stream.written or not stream.record_bytes:
-                del peer.unsent[stream.key]
-                if stream.finish is not None:
-                    ended.append(stream)
+                budget -= _take_records(peer, stream, budget, items)
+                if stream.told < stream.written:
+                    continue
+            elif stream.finish is None and stream.told < stream.written:
+                items.append(Progress(stream.key, stream.written, b""))
+                budget -= _ITEM_BYTES
+                stream.told = stream.written
+            told.append(stream.key)
+            if stream.finish is not None:
+                ended.append((stream, stream.finish))
+        for key in told:
+            del peer.unsent[key]
         if items:
             peer.outbox.append(encode(Advance(tuple(items))))
-        for stream in ended:
-            if stream.finish is not None:
-                peer.outbox.append(encode(stream.finish))
+        for stream, finish in ended:
+            peer.outbox.append(encode(finish))
             self._forget(stream)
 
     def _watch_writes(self, peer: _Peer, *, wanted: bool) -> None:
@@ -423,6 +422,19 @@ class EngineGateway:
     def _forget(self, stream: _Stream) -> None:
         if self._streams.pop(stream.key, None) is not None and stream.peer is None:
             self._welcome()
+
+
+def _take_records(peer: _Peer, stream: _Stream, budget: int, items: list[Progress]) -> int:
+    """Move what ``budget`` bytes hold of a stream's ids and log-probabilities into ``items``; the bytes it took."""
+    count = min(stream.written - stream.told, (budget - _ITEM_BYTES) // stream.record_bytes)
+    if not count:
+        return 0
+    used = count * stream.record_bytes
+    stream.told += count
+    items.append(Progress(stream.key, stream.told, bytes(stream.logprobs[:used])))
+    del stream.logprobs[:used]
+    peer.unsent_logprob_bytes -= used
+    return _ITEM_BYTES + used
 
 
 def _overlap(one: SegmentRange, other: SegmentRange) -> bool:

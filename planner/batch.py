@@ -138,16 +138,17 @@ class SlotTable:
         Returns:
             ``ints`` int32 [slots, NUM_INTS + width] and ``floats`` float32 [slots, NUM_FLOATS].
         """
-        columns = NUM_INTS + bucket.width
+        rows, columns = bucket.slots, NUM_INTS + bucket.width
         slots = [s.slot for s in sequences]
         self._permit(sequences)
-        ints = np.tile(self._blank[:columns], (bucket.slots, 1))
-        ints[slots] = self._ints[slots, :columns]
-        ints[slots, Int.LENGTH] = 1
-        ints[slots, Int.SAMPLE] = 1
+        # nearly all rows decode: copying all of them and blanking the others beats gathering
+        ints, floats = self._ints[:rows, :columns].copy(), self._floats[:rows].copy()
+        ints[:, Int.LENGTH] = 1
+        ints[:, Int.SAMPLE] = 1
         ints[slots, Int.START] = [s.computed - 1 for s in sequences]
-        floats = np.tile(_BLANK_FLOATS, (bucket.slots, 1))
-        floats[slots] = self._floats[slots]
+        if others := list(set(range(rows)).difference(slots)):
+            ints[others] = self._blank[:columns]
+            floats[others] = _BLANK_FLOATS
         return ints, floats
 
     def pack_prefill(self, bucket: Bucket, chunks: Many[Chunk]) -> tuple[Ints, Ints, Floats]:

@@ -209,7 +209,7 @@ class Scheduler:
         batch = Batch()
         self._expire(now_s)
         self._plan_decode(batch)
-        if len(self._waiting):
+        if len(self._waiting) and not self._running.full:
             self._admit(batch, now_s)
         self._plan_prefill(batch)
         return batch
@@ -417,7 +417,9 @@ class Scheduler:
                 continue
             sequence.computed += 1
             sequence.in_flight += 1
-            ended = ended or sequence.scheduled_len >= sequence.max_len
+            # written out, since this runs for every row of every step: scheduled_len >= max_len
+            if len(sequence.ids) + sequence.in_flight >= sequence.prompt_len + sequence.sampling.max_tokens:
+                ended = True
             charge(sequence.tenant, 1)
             rows.append(sequence)
         if ended:

@@ -33,7 +33,7 @@ import struct
 import sys
 from array import array
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -223,7 +223,7 @@ class SegmentFile:
             raise SegmentError(f"ids [{start}, {stop}) of a segment that holds {SEGMENT_TOKENS}")
         return self._tokens[segment][start:stop].tolist()
 
-    def append_completion(self, segment: int, prompt_len: int, completion_len: int, ids: Iterable[int]) -> int:
+    def append_completion(self, segment: int, prompt_len: int, completion_len: int, ids: Sequence[int]) -> int:
         """Write completion ids behind the ``completion_len`` already there, then publish the new length.
 
         Returns:
@@ -232,12 +232,13 @@ class SegmentFile:
         Raises:
             SegmentError: the ids would leave the segment.
         """
-        new = array("i", ids)
         start = prompt_len + completion_len
-        if start + len(new) > SEGMENT_TOKENS:
-            raise SegmentError(f"{start + len(new)} ids in a segment that holds {SEGMENT_TOKENS}")
-        self._tokens[segment][start : start + len(new)] = memoryview(new)
-        length = completion_len + len(new)
+        if start + len(ids) > SEGMENT_TOKENS:
+            raise SegmentError(f"{start + len(ids)} ids in a segment that holds {SEGMENT_TOKENS}")
+        tokens = self._tokens[segment]
+        for place, token_id in enumerate(ids, start):  # one id a step: an array for it would cost more than the loop
+            tokens[place] = token_id
+        length = completion_len + len(ids)
         _U32.pack_into(self._bytes, segment * self.stride_bytes + _COMPLETION_LEN_OFFSET, length)
         return length
 
