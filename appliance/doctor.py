@@ -112,6 +112,7 @@ def _model(config: ApplianceConfig) -> Finding:
     from appliance.model.record import read_record, weights_folder  # noqa: PLC0415 - reads numpy
     from appliance.model.store import StoreError, check_weights  # noqa: PLC0415 - reads jax
     from appliance.planning import plan_for  # noqa: PLC0415 - reads numpy
+    from appliance.release import adopt  # noqa: PLC0415 - reads cryptography
     from planner.kv import BASE_BITS, energy_shape  # noqa: PLC0415 - only here
 
     reference = config.model.reference
@@ -119,7 +120,7 @@ def _model(config: ApplianceConfig) -> Finding:
     if not (folder / "model.json").is_file():
         return Finding("model", "failed", f"{reference} is not in {folder.parent}", f"zccp models pull {reference}")
     record = read_record(folder)
-    plan = plan_for(config, record)
+    plan = plan_for(adopt(config), record)
     form = plan.weight_form
     if not weights_folder(folder, form).is_dir():
         return Finding("model", "failed", f"{record.name} has no {form} weights", f"zccp convert {reference}")
@@ -137,14 +138,14 @@ def _programs(config: ApplianceConfig) -> Finding:
     from appliance.model.library import ModelLibrary  # noqa: PLC0415 - reads numpy
     from appliance.model.record import read_record  # noqa: PLC0415 - reads numpy
     from appliance.planning import signing_key_file  # noqa: PLC0415 - reads numpy
-    from appliance.release import programs_of  # noqa: PLC0415 - reads cryptography
+    from appliance.release import adopt, programs_of  # noqa: PLC0415 - reads cryptography
     from planner.store import StoreError, open_store  # noqa: PLC0415 - reads jax
 
     folder = ModelLibrary(config.home).folder(config.model.reference)
     built = bool(config.programs.directory) or signing_key_file(config.home).is_file()
     if not (folder / "model.json").is_file() or not built:
         return Finding("programs", "failed", "no programs have been built", "zccp build")
-    plan, directory, key = programs_of(config, folder, read_record(folder))
+    plan, directory, key = programs_of(adopt(config), folder, read_record(folder))
     try:
         store = open_store(directory, plan, key)
         store.verify()
