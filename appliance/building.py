@@ -4,6 +4,7 @@ Owns the order of these steps for the command line; each is done elsewhere. Impo
 process of a running appliance never imports this module.
 """
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,6 +101,7 @@ def build_programs(
     """
     folder = ModelLibrary(config.home).ensure(config.model.reference, progress)
     plan = plan_for(config, read_record(folder))
+    _provide_devices(plan)
     convert_model(config.home, config.model.reference, plan.weight_form, calibration, progress)
     if plan.kv_format in BASE_BITS:
         ensure_energy(folder, plan, calibration, progress, force=force)
@@ -155,9 +157,10 @@ def build_release(
         architecture = find_architecture(reference)
         context = architecture.context
     plans, key = plans_by_format(config, architecture, context), local_key(key_file)
-    _without_devices(next(plan for plan in plans.values() if isinstance(plan, Plan)))
     left_out = {str(kv_format): plan for kv_format, plan in plans.items() if isinstance(plan, str)}
     wanted = [plan for plan in plans.values() if isinstance(plan, Plan)]
+    _provide_devices(wanted[0])
+    _without_devices(wanted[0])
     total, before, reports = sum(len(plan.buckets()) for plan in wanted), 0, list[BuildReport]()
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -194,6 +197,16 @@ def ensure_energy(
     few = ids[:: max(1, len(ids) // ENERGY_WINDOWS)]
     found = query_energy(plan, weights, few, lambda done, total: progress("measuring query energies", done, total))
     write_energy(folder, found)
+
+
+def _provide_devices(plan: Plan) -> None:
+    """Let the CPU count as many devices as programs are compiled for.
+
+    A process that has looked for its devices keeps those it has; compiling says so if they are too few.
+    """
+    if find_target(plan.target).platform == "cpu" and plan.devices > 1:
+        with contextlib.suppress(RuntimeError):
+            jax.config.update("jax_num_cpu_devices", plan.devices)
 
 
 def _without_devices(plan: Plan) -> None:
