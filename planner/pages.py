@@ -116,6 +116,23 @@ class PagePool:
             first = stop
         return found
 
+    def home_for(self, shared: Sequence[int], pages: int, growing: Sequence[int], *, reserve: bool) -> int | None:
+        """Where a sequence can begin so that all its pages fit beside what others may need; None = nowhere.
+
+        Args:
+            shared: its first pages, if somebody holds them already: they have a home.
+            pages: how many it has, these included.
+            growing: pages of each device that others may need.
+            reserve: whether one page more must fit.
+        """
+        have = len(shared)
+        for home in [self.home_of(shared)] if shared else self.homes():
+            wanted = self.on_devices(home, have, pages - have)
+            wanted[self.device_of(home, pages)] += reserve
+            if all(not new or self.free_on(d) >= new + growing[d] for d, new in enumerate(wanted)):
+                return home
+        return None
+
     def touches(self, pages: Sequence[int], device: int) -> bool:
         """Whether a sequence has pages on a device."""
         home = self.home_of(pages)

@@ -49,9 +49,9 @@ class Plan:
 
     ``implementation`` is the code path of the ops: ``xla`` runs on any CPU, ``native`` needs AVX512-VNNI and takes
     pages of bf16 numbers, and those of contexts that are spread over devices, through XLA; ``pallas`` is that of GPUs,
-    where linear layers go through XLA and everything that touches pages or samples through Triton. Weights are cut over all ``devices``; the pages of a context lie on
-    ``context_devices`` of them, and its key/value heads are cut over the rest. ``num_pages`` counts those of all
-    context devices, each of which has the same number.
+    where linear layers go through XLA and everything that touches pages or samples through Triton. Weights are cut over
+    all ``devices``; the pages of a context lie on ``context_devices`` of them, and its key/value heads are cut over the
+    rest. ``num_pages`` counts those of all context devices, each of which has the same number.
     """
 
     architecture: ModelArchitecture

@@ -314,7 +314,7 @@ class Scheduler:
             shared = self._shared_pages(sequence)
             pages = self.pool.pages_for(len(sequence.ids))
             grows = self._grows(sequence, pages)
-            home = self._home(shared, pages, growing, reserve=grows and len(self._running) > 0)
+            home = self.pool.home_for(shared, pages, growing, reserve=grows and len(self._running) > 0)
             if home is None:
                 self._blocked = self._blocked or sequence
                 continue
@@ -341,16 +341,6 @@ class Scheduler:
             return False
         waiting, settings = self._waiting, self._settings
         return 2 * len(waiting) <= settings.max_waiting and 2 * waiting.num_tokens <= settings.max_waiting_tokens
-
-    def _home(self, shared: list[int], pages: int, growing: list[int], *, reserve: bool) -> int | None:
-        """The device that a sequence of so many pages begins on, beside what others may need; None: it fits nowhere."""
-        pool, have = self.pool, len(shared)
-        for home in [pool.home_of(shared)] if shared else pool.homes():
-            wanted = pool.on_devices(home, have, pages - have)
-            wanted[pool.device_of(home, pages)] += reserve
-            if all(not new or pool.free_on(d) >= new + growing[d] for d, new in enumerate(wanted)):
-                return home
-        return None
 
     def _growing(self) -> list[int]:
         """How many running sequences may need one page more, by the device that it would be on."""

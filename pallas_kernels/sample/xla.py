@@ -55,8 +55,8 @@ class _Limits(NamedTuple):
 
 def _draw(adjusted: Float[Array, "rows vocab"], rows: tuple) -> Int32[Array, " rows"]:
     z = scaled(adjusted, rows.temperature)
-    # without the barriers XLA reads the last candidate straight from a full sort: 8 ms instead of 0.1 ms a row; with one
-    # around both it fails where a program is for several devices
+    # without the barriers XLA reads the last candidate straight from a full sort: 8 ms instead of 0.1 ms a row; one
+    # around both makes it fail where a program is for several devices
     values, ids = (jax.lax.optimization_barrier(part) for part in jax.lax.top_k(z, min(CANDIDATES, z.shape[1])))
     limits = _candidate_limits(z, values, rows)
 
