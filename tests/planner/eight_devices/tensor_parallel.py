@@ -8,8 +8,17 @@ import pytest
 
 from planner.buckets import Phase
 from planner.formats import KvFormat, WeightForm
-from planner.program import compile_program, deserialise, empty_state, idle_arguments, serialise
-from planner.sharding import DevicesError
+from planner.memory import memory_plan
+from planner.program import (
+    compile_program,
+    deserialise,
+    empty_state,
+    idle_arguments,
+    placed_weight_specs,
+    serialise,
+    weight_shapes,
+)
+from planner.sharding import DevicesError, Placement
 from tests.support.spread_engine import MODEL, answers, assert_equal, plan_of
 
 RNG = np.random.default_rng(3)
@@ -60,6 +69,22 @@ def test_programs_of_several_devices_are_saved_and_loaded():
     assert np.asarray(state.counts).tolist() == [[0] * 160, [3] * 160]
     assert {shard.device for shard in state.pages.addressable_shards} == set(jax.devices()[:4])
     assert state.pages.addressable_shards[0].data.shape[2] == plan.served.kv_heads // 4
+
+
+@pytest.mark.parametrize("kv_format", KvFormat)
+@pytest.mark.parametrize("context_devices", [1, 4])
+def test_a_device_holds_what_the_memory_plan_says(kv_format, context_devices):
+    plan = plan_of(FEW, devices=8, context_devices=context_devices, kv_format=kv_format, page_size=128, shard_len=128)
+    memory = memory_plan(plan)
+    program = compile_program(plan, next(bucket for bucket in plan.buckets() if bucket.phase is Phase.SET_SLOT))
+    assert program.cost.alias_bytes == memory.pages_bytes + memory.slots_bytes
+    placement = Placement.of(plan, jax.devices())
+    parts = jax.tree.map(
+        lambda leaf, spec: np.prod(placement.sharding(spec).shard_shape(leaf.shape)) * leaf.dtype.itemsize,
+        weight_shapes(plan),
+        placed_weight_specs(plan),
+    )
+    assert sum(parts.values()) == memory.weights_bytes
 
 
 def test_a_plan_for_more_devices_than_there_are_is_refused():
