@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 
 from appliance.assignment import Assignment
-from appliance.config import training_environment
+from appliance.config import EngineConfig, training_environment
 from appliance.engine import Engine
 from appliance.engine_metrics import EngineObserver
 from appliance.engine_ports import Gateway, ProgramSet
@@ -53,17 +53,14 @@ def build_engine(
     programs = {program.bucket: program for program in store.load_all()}
     announce("restoring weights")
     weights = load_weights(folder, plan)
+    announce("making the page pool")
+    state = jax.block_until_ready(empty_state(plan))
     announce("running every program once")
-    state = _run_once(plan, programs, weights)
+    state = _run_once(plan, programs, weights, state)
     scheduler = Scheduler(
         plan.lattice,
         PagePool(plan.num_pages, plan.page_size, plan.context_devices, plan.shard_pages),
-        SchedulerSettings(
-            prefill_budget=plan.prefill_budget,
-            max_waiting=config.engine.max_waiting,
-            max_waiting_tokens=config.engine.max_waiting_tokens,
-            share_prompts=plan.kv_format not in BASE_BITS,
-        ),
+        schedule_settings(plan, config.engine),
     )
     vocab = plan.architecture.vocab
     engine = Engine(
@@ -78,6 +75,16 @@ def build_engine(
     )
     jax.monitoring.register_event_duration_secs_listener(_count_compilations(observer))
     return engine, ModelLimits(vocab=vocab, context=plan.context, eos_ids=frozenset(record.eos_ids))
+
+
+def schedule_settings(plan: Plan, engine: EngineConfig) -> SchedulerSettings:
+    """The bounds of the schedule under a plan."""
+    return SchedulerSettings(
+        prefill_budget=plan.prefill_budget,
+        max_waiting=engine.max_waiting,
+        max_waiting_tokens=engine.max_waiting_tokens,
+        share_prompts=plan.kv_format not in BASE_BITS,
+    )
 
 
 def program_set(programs: dict[Bucket, Program]) -> ProgramSet:
@@ -100,12 +107,11 @@ def _forecast(assignment: Assignment, model: str, observer: EngineObserver) -> L
     return forecast
 
 
-def _run_once(plan: Plan, programs: dict[Bucket, Program], weights: object) -> object:
+def _run_once(plan: Plan, programs: dict[Bucket, Program], weights: object, state: object) -> object:
     """Run each program on an empty batch, so that nothing is done for the first time while serving.
 
     Returns the device state after that, which is as empty as before: rows without ids write nothing.
     """
-    state = empty_state(plan)
     for bucket, program in programs.items():
         arguments = idle_arguments(plan, bucket)
         if bucket.phase is Phase.SET_SLOT:

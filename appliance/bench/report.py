@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from platform import python_version
-from typing import Literal, TextIO
+from typing import Any, Literal, TextIO
 
-from appliance.bench.statistics import median, spread
+from appliance.bench.statistics import median, quantile, spread
 from pallas_kernels.platform import cpu_features, cpu_model, nvidia_gpus
 
 Operator = Literal[">=", "<=", "=="]
@@ -21,6 +21,11 @@ Operator = Literal[">=", "<=", "=="]
 PACKAGES = ("zccp", "jax", "jaxlib", "numpy", "litestar")
 RELEVANT_ISA = ("amx_int8", "amx_bf16", "avx512_vnni", "avx512_bf16", "avx512f", "avx_vnni", "avx2", "i8mm", "asimddp")
 """Instruction sets that decide about the speed of the products here, fastest first."""
+
+_SHOWN = 0.99
+"""Share of samples that a histogram shows; a few slow ones would squeeze all others into one bar."""
+_HISTOGRAM_HEIGHT = 5
+"""Height of a histogram, in bars."""
 
 
 class PlotError(RuntimeError):
@@ -87,11 +92,16 @@ def measured(
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What one run of a bench gives back: results, notes, and versions of packages that only this bench uses."""
+    """What one run of a bench gives back.
+
+    ``versions`` are those of packages that only this bench uses. ``samples`` holds single measurements by what they
+    are, unit included; they are drawn, not printed.
+    """
 
     results: tuple[Result, ...]
     notes: tuple[str, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict[str, str])
+    samples: Mapping[str, Sequence[float]] = field(default_factory=dict[str, Sequence[float]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +113,7 @@ class Report:
     host: Mapping[str, object]
     results: tuple[Result, ...]
     notes: tuple[str, ...]
+    samples: Mapping[str, Sequence[float]] = field(default_factory=dict[str, Sequence[float]])
 
     def to_json(self) -> str:
         """The report as one JSON object on one line."""
@@ -119,7 +130,7 @@ class Report:
 def make_report(bench: str, findings: Findings) -> Report:
     """Put this host and the installed versions beside a bench's findings."""
     versions = {"python": python_version(), **installed(PACKAGES), **findings.versions}
-    return Report(bench, versions, describe_host(), findings.results, findings.notes)
+    return Report(bench, versions, describe_host(), findings.results, findings.notes, findings.samples)
 
 
 def installed(packages: Sequence[str]) -> dict[str, str]:
@@ -169,7 +180,7 @@ def write_table(report: Report, out: TextIO) -> None:
 
 
 def plot(report: Report, file: Path) -> None:
-    """Draw every figure as a bar with its spread and its target, figures of one unit together.
+    """Draw every figure as a bar with its spread and its target, figures of one unit together, and samples below.
 
     Raises:
         PlotError: matplotlib is not installed, or the file cannot be written.
@@ -182,29 +193,37 @@ def plot(report: Report, file: Path) -> None:
     units = list(dict.fromkeys(result.unit for result in report.results))
     if not units:
         raise PlotError("--plot has nothing to draw: there is no result; the notes say why")
-    figure = Figure(figsize=(9, 1.2 + 0.45 * (len(report.results) + 2 * len(units))), layout="constrained")
+    heights = [1 + sum(result.unit == unit for result in report.results) for unit in units]
+    heights += [_HISTOGRAM_HEIGHT] * len(report.samples)
+    figure = Figure(figsize=(9, 1.2 + 0.45 * (sum(heights) + len(heights))), layout="constrained")
     FigureCanvasAgg(figure)
-    counts = [sum(result.unit == unit for result in report.results) for unit in units]
-    axes = figure.subplots(len(units), 1, squeeze=False, gridspec_kw={"height_ratios": [n + 1 for n in counts]})
-    for axis, unit in zip(axes[:, 0], units, strict=True):
-        shown = [result for result in report.results if result.unit == unit]
-        places = range(len(shown))
-        below = [result.value - result.spread[0] for result in shown]
-        above = [result.spread[1] - result.value for result in shown]
-        colours = [{True: "tab:green", False: "tab:red", None: "tab:blue"}[result.met] for result in shown]
-        errors = [[max(0.0, length) for length in side] for side in (below, above)]
-        axis.barh(places, [result.value for result in shown], xerr=errors, color=colours)
-        for place, result in zip(places, shown, strict=True):
-            if result.target is not None:
-                axis.plot([result.target] * 2, [place - 0.45, place + 0.45], color="black")
-        axis.set_yticks(places, [result.name for result in shown])
-        axis.invert_yaxis()
-        axis.set_xlabel(unit)
+    axes = list(figure.subplots(len(heights), 1, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0])
+    for axis, unit in zip(axes, units, strict=False):
+        _draw_bars(axis, [result for result in report.results if result.unit == unit])
+    for axis, (what, values) in zip(axes[len(units) :], report.samples.items(), strict=True):
+        axis.hist(values, bins=100, range=(0.0, quantile(values, _SHOWN)), color="tab:blue")
+        axis.set_xlabel(f"{what}; the largest {1 - _SHOWN:.0%} are not shown")
     figure.suptitle(f"{report.bench}: {report.host['cpu']}")
     try:
         figure.savefig(file)
     except (OSError, ValueError) as error:
         raise PlotError(f"--plot {file}: {error}") from error
+
+
+def _draw_bars(axis: Any, shown: Sequence[Result]) -> None:
+    """Results of one unit, one bar each."""
+    places = range(len(shown))
+    below = [result.value - result.spread[0] for result in shown]
+    above = [result.spread[1] - result.value for result in shown]
+    colours = [{True: "tab:green", False: "tab:red", None: "tab:blue"}[result.met] for result in shown]
+    errors = [[max(0.0, length) for length in side] for side in (below, above)]
+    axis.barh(places, [result.value for result in shown], xerr=errors, color=colours)
+    for place, result in zip(places, shown, strict=True):
+        if result.target is not None:
+            axis.plot([result.target] * 2, [place - 0.45, place + 0.45], color="black")
+    axis.set_yticks(places, [result.name for result in shown])
+    axis.invert_yaxis()
+    axis.set_xlabel(shown[0].unit)
 
 
 def _cell(value: object) -> str:

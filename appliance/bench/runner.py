@@ -5,6 +5,7 @@ use or a bench that cannot run here. Benches that travel with the package are mo
 need a checkout are modules of ``tests/bench``. A bench module holds ``OPTIONS``, its click parameters, and ``run``.
 """
 
+import contextlib
 import importlib
 import json
 import sys
@@ -23,7 +24,7 @@ from appliance.config_rules import ConfigError
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-TRAVELLING = ("kernels", "kv-quality", "start")
+TRAVELLING = ("build", "kernels", "kv-quality", "start", "step")
 """Benches that are part of the package."""
 CHECKOUT = ("parity", "peers", "soak")
 """Benches that need a checkout of the project."""
@@ -135,7 +136,8 @@ def _command(name: str, bench: Bench, out: TextIO) -> click.Command:
     ]
 
     def callback(*, as_json: bool, picture: Path | None, config_file: Path | None, **own: Any) -> None:
-        with _ShownProgress() as progress:
+        # the report alone goes to standard output, whatever a bench or a library prints
+        with contextlib.redirect_stdout(sys.stderr), _ShownProgress() as progress:
             findings = bench.run(BenchContext(load(config_file), progress.update), **own)
         report = make_report(name, findings)
         if picture is not None:

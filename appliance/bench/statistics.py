@@ -3,6 +3,7 @@
 Owns a handful of pure functions that the benches share. Reads nothing; never imports numpy, so that it costs nothing.
 """
 
+import math
 import statistics
 from collections.abc import Sequence
 
@@ -31,6 +32,17 @@ def spread(values: Sequence[float]) -> tuple[float, float]:
     if not values:
         raise StatisticsError("the spread of 0 measurements was asked for; at least 1 is needed")
     return min(values), max(values)
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The least value that at least ``share`` of all values do not pass; 0.5 gives a median that was measured.
+
+    Raises:
+        StatisticsError: there is no value, or the share is outside 0..1.
+    """
+    if not values or not 0 <= share <= 1:
+        raise StatisticsError(f"the quantile {share} of {len(values)} measurements; it needs 0..1 and at least 1 value")
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
 def paired_ratios(over: Sequence[float], under: Sequence[float]) -> list[float]:

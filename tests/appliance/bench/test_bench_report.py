@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from appliance.bench.report import Findings, PlotError, Report, Result, make_report, measured, plot, write_table
-from appliance.bench.statistics import StatisticsError, median, paired_ratios, slope, spread
+from appliance.bench.statistics import StatisticsError, median, paired_ratios, quantile, slope, spread
 
 REPORT = Report(
     bench="start",
@@ -83,6 +83,17 @@ def test_plot_draws_a_png(tmp_path) -> None:
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_plot_draws_samples_that_are_not_printed(tmp_path) -> None:
+    pytest.importorskip("matplotlib")
+    report = make_report("step", Findings(REPORT.results, samples={"time, ms": [1.0, 2.0, 2.0, 50.0]}))
+    assert "time, ms" not in report.to_json()
+    plot(report, tmp_path / "with.png")
+    plot(make_report("step", Findings(REPORT.results)), tmp_path / "without.png")
+    with_samples, without = ((tmp_path / name).read_bytes() for name in ("with.png", "without.png"))
+    height = slice(20, 24)
+    assert int.from_bytes(with_samples[height], "big") > int.from_bytes(without[height], "big")
+
+
 def test_plot_of_nothing_says_so(tmp_path) -> None:
     pytest.importorskip("matplotlib")
     with pytest.raises(PlotError, match="there is no result"):
@@ -98,6 +109,8 @@ def test_plot_without_matplotlib_names_it(tmp_path, monkeypatch) -> None:
 def test_statistics() -> None:
     assert median([3.0, 1.0, 2.0]) == 2.0
     assert spread([3.0, 1.0, 2.0]) == (1.0, 3.0)
+    values = [4.0, 1.0, 3.0, 2.0]
+    assert [quantile(values, share) for share in (0.0, 0.25, 0.5, 0.51, 1.0)] == [1.0, 1.0, 2.0, 3.0, 4.0]
     assert paired_ratios([2.0, 9.0], [4.0, 3.0]) == [0.5, 3.0]
     assert slope([0.0, 1.0, 2.0], [5.0, 7.0, 9.0]) == 2.0
     assert slope([0.0, 1.0, 2.0], [1.0, 4.0, 1.0]) == 0.0
@@ -108,6 +121,10 @@ def test_statistics_of_too_little() -> None:
         median([])
     with pytest.raises(StatisticsError, match="spread of 0"):
         spread([])
+    with pytest.raises(StatisticsError, match=r"quantile 0.5 of 0 measurements"):
+        quantile([], 0.5)
+    with pytest.raises(StatisticsError, match=r"quantile 1.5 of 1 measurements; it needs 0..1"):
+        quantile([1.0], 1.5)
     with pytest.raises(StatisticsError, match="2 measurements over 1"):
         paired_ratios([1.0, 2.0], [1.0])
     with pytest.raises(StatisticsError, match="there are 1 and 2 values"):

@@ -56,6 +56,15 @@ def test_json_ends_standard_output(bench, capsys) -> None:
     assert capsys.readouterr() == ("", "counting\n")
 
 
+def test_what_a_bench_prints_is_no_part_of_the_report(bench, monkeypatch, capsys) -> None:
+    bench(FOUND)
+    monkeypatch.setattr(sys.modules["appliance.bench.start"], "run", lambda *_, **__: print("a library says") or FOUND)
+    assert runner.main("start", ["--json"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["bench"] == "start"
+    assert printed.err == "a library says\n"
+
+
 def test_table_without_json(bench) -> None:
     bench(FOUND)
     code, out = run()
@@ -89,7 +98,8 @@ def test_failures_say_why(bench, capsys, error: Exception, code: int) -> None:
 def test_unknown_bench_lists_those_there_are(capsys) -> None:
     assert run(name="speed") == (2, "")
     assert capsys.readouterr().err == (
-        "zccp: there is no bench 'speed'; the benches are kernels, kv-quality, start, parity, peers, soak\n"
+        "zccp: there is no bench 'speed'; the benches are "
+        "build, kernels, kv-quality, start, step, parity, peers, soak\n"
     )
 
 
