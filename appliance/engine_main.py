@@ -21,7 +21,7 @@ from appliance.assignment import Assignment, Notice, read_assignment, send_notic
 from appliance.engine import Engine, EngineFailedError
 from appliance.engine_metrics import EngineObserver
 from appliance.gateway_engine import EngineGateway, GatewayError
-from appliance.host.process import die_with_parent
+from appliance.host.process import age_s, die_with_parent
 from appliance.host.segments import SegmentError, SegmentFile
 from appliance.submission import ModelLimits
 from appliance.telemetry import Metrics, configure_logging
@@ -67,6 +67,23 @@ class _Signals:
         self.engine.drain(time.monotonic() + END_S)
 
 
+class _Phases:
+    """How long each part of a start takes. What was before this process came here is the first, planning the second."""
+
+    def __init__(self, age_s: Callable[[], float] = age_s) -> None:
+        self._age_s = age_s
+        self._entered: list[tuple[str, float]] = [("starting the process", 0.0), ("planning", age_s())]
+
+    def enter(self, what: str) -> None:
+        """The next part begins."""
+        self._entered.append((what, self._age_s()))
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds of each part, in order; the last one ends now."""
+        ends = [began_s for _, began_s in self._entered[1:]] + [self._age_s()]
+        return {what: round(end_s - began_s, 3) for (what, began_s), end_s in zip(self._entered, ends, strict=True)}
+
+
 def run(assignment: Assignment, build: BuildEngine) -> int:
     """Load and serve until SIGTERM.
 
@@ -92,11 +109,13 @@ def run(assignment: Assignment, build: BuildEngine) -> int:
 
 
 def _serve(assignment: Assignment, build: BuildEngine, gateway: EngineGateway, signals: _Signals) -> int:
+    phases = _Phases()
+
     def announce(reason: str) -> None:
+        phases.enter(reason)
         _log.info("starting", doing=reason)
         gateway.announce(reason)
 
-    began_s = time.monotonic()
     observer = EngineObserver(Metrics(CollectorRegistry()))
     try:
         engine, limits = build(assignment, gateway, observer, announce)
@@ -107,7 +126,8 @@ def _serve(assignment: Assignment, build: BuildEngine, gateway: EngineGateway, s
     gateway.open(limits)
     signals.engine = engine
     send_notice(assignment.notify_fd, Notice(state="ready"))
-    _log.info("engine ready", after_s=round(time.monotonic() - began_s, 3))
+    seconds = phases.seconds()
+    _log.info("engine ready", after_s=round(sum(seconds.values()), 3), phases=seconds)
     try:
         engine.run()
     except EngineFailedError as error:

@@ -35,7 +35,7 @@ from appliance.config import (
     worker_environment,
 )
 from appliance.config_rules import host_problems
-from appliance.host.process import ending, notify
+from appliance.host.process import age_s, ending, notify
 from appliance.host.segments import SegmentError, SegmentFile, remove_stale
 from appliance.telemetry import clear_metrics
 
@@ -254,6 +254,7 @@ class _Node:
         self._start("engine", 0, self._commands.engine, engine_environment(self._config, metrics))
         for index in range(self._config.server.workers):
             self._start("worker", index, self._commands.worker, worker_environment(metrics))
+        _log.info("processes started", after_s=round(age_s(), 3), workers=self._config.server.workers)
 
     def _start(self, role: str, index: int, command: Iterable[str], environment: dict[str, str]) -> None:
         read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)

@@ -128,6 +128,8 @@ def _clean(value: object) -> object:
             return value
         case list() | tuple():
             return [_clean(item) for item in cast("list[object]", value)]
+        case dict():
+            return {_clean(str(key)): _clean(item) for key, item in cast("dict[object, object]", value).items()}
         case _:
             return _SECRET.sub("[redacted]", str(value))
 

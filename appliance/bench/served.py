@@ -16,6 +16,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -51,6 +52,11 @@ class Served:
         except httpx.HTTPError as error:
             raise BenchError(f"{self.url}/metrics: {error}; the log ends: {tail(self.log)}") from error
         return sum_samples(answer.text)
+
+    def log_lines(self) -> list[dict[str, Any]]:
+        """The lines of its processes' log so far."""
+        whole, _, _ = self.log.read_text(errors="replace").rpartition("\n")
+        return [json.loads(line) for line in whole.splitlines() if line.startswith("{")]
 
 
 def sum_samples(text: str) -> dict[str, float]:

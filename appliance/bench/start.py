@@ -1,11 +1,14 @@
 """start: how long ``zccp serve`` takes to be ready with a built store, and that serving compiles nothing.
 
 Starts the real process several times and asks ``/health/ready``; then sends mixed traffic to the last one and reads
-the count of compilations from ``/metrics``. The store is built before and not timed; files are in the page cache.
+the count of compilations from ``/metrics``. The store is built before and not timed; files are in the page cache. Where
+the time of a start goes is what the processes themselves log, part by part; the rest is a part of its own.
 """
 
+import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import click
 import httpx
@@ -13,6 +16,7 @@ import httpx
 from appliance.bench.report import Findings, Result, measured
 from appliance.bench.runner import BenchContext, BenchError
 from appliance.bench.served import Served, build_store, serving
+from appliance.bench.statistics import median
 
 OPTIONS: Sequence[click.Parameter] = [
     click.Option(["--repeats"], type=click.IntRange(1, 100), default=5, show_default=True, help="Starts to time."),
@@ -20,6 +24,7 @@ OPTIONS: Sequence[click.Parameter] = [
 
 READY_TARGET_S = 8.0
 _TIMEOUT_S = 300.0
+_TOLD = {"log": {"level": "info"}}
 _WORDS = "pages keep keys and values while many sequences share one device "
 
 
@@ -32,13 +37,16 @@ def run(context: BenchContext, *, repeats: int, clients: int = 8) -> Findings:
     context.progress("building what is missing", 0, repeats)
     build_store(context.config, {})
     times_s: list[float] = []
+    budgets: list[dict[str, float]] = []
     for repeat in range(repeats - 1):
         context.progress("starting", repeat, repeats)
-        with serving(context.config) as served:
+        with serving(context.config, _TOLD) as served:
             times_s.append(served.ready_s)
+            budgets.append(budget(served.log_lines(), served.ready_s))
     context.progress("starting, then mixed traffic", repeats - 1, repeats)
-    with serving(context.config) as served:
+    with serving(context.config, _TOLD) as served:
         times_s.append(served.ready_s)
+        budgets.append(budget(served.log_lines(), served.ready_s))
         send_mixed(served, clients)
         counts = served.metrics()
     compilations, steps = counts["zccp_compilations_total"], counts["zccp_steps_total"]
@@ -48,9 +56,44 @@ def run(context: BenchContext, *, repeats: int, clients: int = 8) -> Findings:
         (
             measured("ready_s", times_s, "s", READY_TARGET_S, "<="),
             Result("compilations_after_ready", compilations, "programs", 1, (compilations, compilations), 0, "=="),
+            *phase_results(budgets),
         ),
-        (f"mixed traffic: {len(mixed_bodies(served.model))} kinds of requests, {clients} clients, {steps:g} launches",),
+        (
+            largest_phase(budgets),
+            f"mixed traffic: {len(mixed_bodies(served.model))} kinds of request, {clients} clients, {steps:g} launches",
+        ),
     )
+
+
+def budget(lines: Iterable[Mapping[str, Any]], ready_s: float) -> dict[str, float]:
+    """Seconds of each part of a start, in order, from the log of its processes.
+
+    The main process counts from its own start until it has started the others; the engine from its own start, part by
+    part; what is left of ``ready_s`` is the way from a ready engine to a worker's first answer.
+
+    Raises:
+        BenchError: the log does not tell them.
+    """
+    told = {line["event"]: line for line in lines if line.get("event") in ("processes started", "engine ready")}
+    try:
+        main_s, engine = float(told["processes started"]["after_s"]), told["engine ready"]["phases"]
+        parts = {"main process": main_s, **{f"engine: {what}": float(seconds) for what, seconds in engine.items()}}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise BenchError(f"the log does not tell the parts of a start: {error!r}") from error
+    return {**parts, "workers ready": ready_s - sum(parts.values())}
+
+
+def phase_results(budgets: Sequence[Mapping[str, float]]) -> list[Result]:
+    """One result a part of a start, in order."""
+    return [measured(f"{re.sub('[^a-z]+', '_', what)}_s", [each[what] for each in budgets], "s") for what in budgets[0]]
+
+
+def largest_phase(budgets: Sequence[Mapping[str, float]]) -> str:
+    """The part of a start that takes most of its time, in words."""
+    medians = {what: median([each[what] for each in budgets]) for what in budgets[0]}
+    largest = max(medians, key=lambda what: medians[what])
+    share = medians[largest] / sum(medians.values())
+    return f"the largest part of a start is {largest}: {medians[largest]:.2f} s, {share:.0%} of all"
 
 
 def mixed_bodies(model: str) -> list[tuple[str, dict[str, object]]]:

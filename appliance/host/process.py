@@ -1,4 +1,4 @@
-"""Process life on Linux: dying with the parent, talking to the service manager, saying how a child ended.
+"""Process life on Linux: age, dying with the parent, talking to the service manager, saying how a child ended.
 
 Owns these calls so that nobody else needs ``ctypes`` or a raw datagram socket. Never imports jax.
 """
@@ -7,6 +7,8 @@ import ctypes
 import os
 import signal
 import socket
+import time
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 
@@ -20,6 +22,12 @@ def die_with_parent(parent_pid: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != parent_pid:
         raise SystemExit(1)
+
+
+def age_s() -> float:
+    """Seconds since this process was started, in steps of a clock tick. Source: proc(5), ``starttime`` in ``stat``."""
+    fields = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
 def notify(address: str | None, *fields: str) -> None:

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from appliance.telemetry import redact
+
 LOG = """
 import logging, sys
 import structlog
@@ -60,6 +62,11 @@ def test_exceptions_show_where_and_only_our_own_words() -> None:
     assert foreign["request_id"] == "r3"
     assert own["exception"][0].startswith("appliance.keys.KeyFileError: our own words at ")
     assert "No space left on device" in system["exception"][0]
+
+
+def test_mappings_keep_their_form_without_secrets() -> None:
+    event = {"phases": {"planning": 0.25, "of": ["sk-abcdefgh", 2]}}
+    assert redact(None, "", event) == {"phases": {"planning": 0.25, "of": ["[redacted]", 2]}}
 
 
 METRICS = """
