@@ -5,6 +5,7 @@ or sampling. The page pool is read-only while layers run: each layer hands its n
 one write at the end of the step stores those of all layers in place.
 """
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -271,8 +272,7 @@ class Decoder(nn.Module):
     ) -> tuple[Float[Array, "tokens embed"], NewKeyValues]:
         """Hidden states before the final norm, and the new keys and values of all layers."""
         arch = self.architecture
-        embed = self.get_variable("params", "embed")
-        x = self.numerics.spread.looked_up(embed, ids).astype(jnp.float32) * arch.embed_scale
+        x = embedded(arch, self.numerics, self.get_variable("params", "embed"), ids)
         rope = rope_of(arch, positions)
         layers = nn.scan(
             Layer,
@@ -282,7 +282,18 @@ class Decoder(nn.Module):
             in_axes=(0, nn.broadcast, nn.broadcast),  # pyright: ignore[reportArgumentType] - annotated too narrowly
             length=arch.layers,
         )(arch, self.numerics, name="layers")
-        return layers(x.astype(self.numerics.residual_dtype), layer_data(arch), rope, context)
+        return layers(x, layer_data(arch), rope, context)
+
+
+def embedded(
+    architecture: ModelArchitecture,
+    numerics: Numerics,
+    table: Float[Array, "vocab embed"],
+    ids: Int32[Array, " tokens"],
+) -> Float[Array, "tokens embed"]:
+    """What the first layer gets for each id."""
+    x = numerics.spread.looked_up(table, ids).astype(jnp.float32) * architecture.embed_scale
+    return x.astype(numerics.residual_dtype)
 
 
 def rope_of(architecture: ModelArchitecture, positions: Int32[Array, " tokens"]) -> Rope:
@@ -397,8 +408,45 @@ def _run(
     positions: Int32[Array, " tokens"],
     context: DecodeContext | PrefillContext,
 ) -> tuple[Float[Array, "tokens embed"], NewKeyValues]:
+    if "attn_norm.0" in weights:
+        return _run_by_layer(architecture, numerics, weights, ids, positions, context)
     module: Any = Decoder(architecture, numerics)
     return module.apply(parameters(weights), ids, positions, context)
+
+
+def _run_by_layer(
+    architecture: ModelArchitecture,
+    numerics: Numerics,
+    weights: Weights,
+    ids: Int32[Array, " tokens"],
+    positions: Int32[Array, " tokens"],
+    context: DecodeContext | PrefillContext,
+) -> tuple[Float[Array, "tokens embed"], NewKeyValues]:
+    """``Decoder`` with the layers one after the other, each with arrays of its own."""
+    x = embedded(architecture, numerics, weights["embed"], ids)
+    rope, new = rope_of(architecture, positions), list[NewKeyValues]()
+    for layer in range(architecture.layers):
+        own = {name.removesuffix(f".{layer}"): weights[name] for name in weights if name.endswith(f".{layer}")}
+        data = LayerData(*map(jnp.int32, (layer, architecture.windows[layer], architecture.local_rope[layer])))
+        x, kept = _one_layer(architecture, numerics, own, x, data, rope, context)
+        # what is kept to the end of the step is these, and not the product that they were cut out of
+        new.append(NewKeyValues(*jax.lax.optimization_barrier(tuple(kept))))
+    return x, NewKeyValues(*(jnp.stack(part) for part in zip(*new, strict=True)))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _one_layer(
+    architecture: ModelArchitecture,
+    numerics: Numerics,
+    weights: Weights,
+    x: Float[Array, "tokens embed"],
+    data: LayerData,
+    rope: Rope,
+    context: DecodeContext | PrefillContext,
+) -> tuple[Float[Array, "tokens embed"], NewKeyValues]:
+    """A layer; under jit, so that all layers of a program are traced once."""
+    module: Any = Layer(architecture, numerics)
+    return module.apply({"params": weights}, x, data, rope, context)
 
 
 def write(pages: Pages, new: NewKeyValues, rows: Rows, weights: Weights, numerics: Numerics) -> Pages:

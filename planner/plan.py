@@ -98,6 +98,15 @@ class Plan:
         return "xla" if through_xla else self.implementation
 
     @property
+    def weights_by_layer(self) -> bool:
+        """Whether programs take the weights of each layer as arrays of their own.
+
+        For a GPU they do: XLA there copies a layer's weights out of a stack before it multiplies by them, which makes
+        three times the traffic of what decoding is bound by.
+        """
+        return self.implementation == "pallas"
+
+    @property
     def table_width(self) -> int:
         """Pages of the longest sequence."""
         return -(-self.context // self.page_size)

@@ -41,7 +41,7 @@ from planner.sharding import (
     spread_of,
 )
 from planner.target import find_target
-from planner.weights import weight_specs
+from planner.weights import WeightSpec, by_layer, weight_specs
 
 BF16_BITS = jnp.uint16
 """How pools for a CPU hold bf16 numbers; see ``pallas_kernels.pages``."""
@@ -133,12 +133,16 @@ def empty_pool(plan: Plan, num_pages: int, slots: int) -> Pages:
 
 def weight_shapes(plan: Plan) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes of the weight tree, with the query energies where the format of keys and values needs them."""
-    arch, shape = plan.served, jax.ShapeDtypeStruct
-    specs = weight_specs(arch, plan.weight_form)
-    shapes = {name: shape(spec.shape, jnp.dtype(spec.dtype)) for name, spec in specs.items()}
+    shape = jax.ShapeDtypeStruct
+    shapes = {name: shape(spec.shape, jnp.dtype(spec.dtype)) for name, spec in _weight_specs(plan).items()}
     if plan.kv_format in BASE_BITS:
-        shapes[QUERY_ENERGY] = shape(energy_shape(arch), jnp.dtype(jnp.float32))
+        shapes[QUERY_ENERGY] = shape(energy_shape(plan.served), jnp.dtype(jnp.float32))
     return shapes
+
+
+def _weight_specs(plan: Plan) -> dict[str, WeightSpec]:
+    specs = weight_specs(plan.served, plan.weight_form)
+    return by_layer(specs) if plan.weights_by_layer else specs
 
 
 def state_specs(plan: Plan) -> DeviceState:
@@ -150,7 +154,7 @@ def state_specs(plan: Plan) -> DeviceState:
 
 def placed_weight_specs(plan: Plan) -> dict[str, PartitionSpec]:
     """How the arrays of ``weight_shapes`` are cut over devices."""
-    found = {name: spec_of(spec.axes) for name, spec in weight_specs(plan.served, plan.weight_form).items()}
+    found = {name: spec_of(spec.axes) for name, spec in _weight_specs(plan).items()}
     if plan.kv_format in BASE_BITS:
         found[QUERY_ENERGY] = spec_of(ENERGY_AXES)
     return found

@@ -1,13 +1,15 @@
 """WeightSpec: the names, shapes, number formats and logical axes of a model's weights, for init, load and shard alike.
 
 Owns the weight tree. Reads a ModelArchitecture; imports numpy, never jax. Weights are stacked by kind over the layers,
-so that a program takes a dozen arrays whatever the depth. Linear weights are stored [in, out].
+so that a program takes a dozen arrays whatever the depth; ``by_layer`` takes the stacks apart for programs that would
+copy a layer's weights out of them. Linear weights are stored [in, out].
 
 ``qkv`` is in kv-head-major order: for each kv head its ``group`` query heads, then its key head, then its value head.
 Query head h therefore uses kv head h // group, and a cut along the kv heads cuts nothing else. ``gate_up`` holds all
 gate columns, then all up columns. Rotary pairs are (i, i + head_dim / 2).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -66,6 +68,18 @@ def weight_specs(architecture: ModelArchitecture, form: WeightForm) -> dict[str,
         else:
             add(name, shape, axes, wide)
     return specs
+
+
+def by_layer(specs: Mapping[str, WeightSpec]) -> dict[str, WeightSpec]:
+    """The same tree with an array for every layer: ``x.3`` is row 3 of ``x``, and has its axes without the first."""
+    found: dict[str, WeightSpec] = {}
+    for name, spec in specs.items():
+        if spec.axes[0] != "layers":
+            found[name] = spec
+            continue
+        for layer in range(spec.shape[0]):
+            found[f"{name}.{layer}"] = WeightSpec(f"{name}.{layer}", spec.shape[1:], spec.dtype, spec.axes[1:])
+    return found
 
 
 def random_weights(architecture: ModelArchitecture, seed: int) -> dict[str, np.ndarray]:

@@ -9,7 +9,8 @@ from pallas_kernels.sample.op import Sampled
 from planner.architecture import Activation, ModelArchitecture, RopeKind, RopeScaling
 from planner.batch import PROMPT_COUNT, Float, Int
 from planner.decoder import DeviceState, set_slot
-from planner.weights import random_weights
+from planner.formats import WeightForm
+from planner.weights import by_layer, random_weights, weight_specs
 from tests.support.decoder_rig import DecoderRig, Row, whole_logits
 
 COMMON = {"layers": 3, "embed": 32, "ffw": 48, "vocab": 96, "context": 96, "norm_eps": 1e-6, "rope_theta": 10_000.0}
@@ -52,6 +53,19 @@ def assert_row(out: Sampled, index: int, wanted: np.ndarray) -> None:
     np.testing.assert_allclose(out.top_logprobs[index], wanted[order], rtol=0, atol=5e-5)
     np.testing.assert_allclose(wanted[out.top_ids[index]], wanted[order], rtol=0, atol=5e-5)
     assert out.ids[index] == order[0]
+
+
+def test_layers_with_arrays_of_their_own_are_one_forward(rig, logprobs):
+    specs = weight_specs(rig.architecture, WeightForm.FLOAT32)
+    rows = {name: tuple(rig.weights[name]) for name, spec in specs.items() if spec.axes[0] == "layers"}
+    apart = {f"{name}.{layer}": row for name, stack in rows.items() for layer, row in enumerate(stack)}
+    apart |= {name: rig.weights[name] for name in specs if name not in rows}
+    assert {name: array.shape for name, array in apart.items()} == {n: s.shape for n, s in by_layer(specs).items()}
+    other = DecoderRig(rig.architecture, apart)
+    prompt, pages = PROMPTS[1], PAGES[1]
+    other.prefill([Row(1, pages, 0, prompt[:16], sample=False)], chunk=32)
+    assert_row(other.prefill([Row(1, pages, 16, prompt[16:32])], chunk=32), 0, logprobs[1][31])
+    assert_row(other.decode([Row(1, pages, 32, prompt[32:33])]), 1, logprobs[1][32])
 
 
 def test_chunked_prefill_and_decode_are_one_forward(rig, logprobs):

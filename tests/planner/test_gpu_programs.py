@@ -31,7 +31,7 @@ LARGE = ModelArchitecture(
 
 def plan_of(kv_format: KvFormat) -> Plan:
     return make_plan(
-        SMALL, target="a100_sxm_80", weight_form=WeightForm.BF16, kv_format=kv_format, context=0, slots=4,
+        SMALL, target="a100_sxm_80", weight_form=WeightForm.BF16, kv_format=kv_format, context=0, slots=32,
         prefill_chunk=128, prefill_slots=2, page_size=128, kv_bytes=0, implementation="pallas",
     )  # fmt: skip
 
@@ -62,10 +62,11 @@ def test_a_program_compiles_and_holds_the_pool_once(kv_format, phase):
 
 @needs_compiler
 @pytest.mark.parametrize(
-    ("context_devices", "exchanges"), [(1, {"all-reduce": 3}), (2, {"all-reduce": 4, "reduce-scatter": 1})]
+    ("context_devices", "exchanges"), [(1, {"all-reduce": 5}), (2, {"all-reduce": 7, "reduce-scatter": 2})]
 )
 def test_a_large_model_is_cut_over_eight_cards(context_devices, exchanges):
-    # after the embedding, o and down; where contexts are spread also the peaks of their parts; then their sums at once
+    # after the embedding, and in each layer after o and down; where contexts are spread, in each layer also the peaks
+    # of their parts, and then their sums at once
     plan = make_plan(
         LARGE, target="a100_sxm_80", weight_form=WeightForm.BF16, kv_format=KvFormat.BF16, context=0, slots=16,
         prefill_chunk=2048, prefill_slots=8, page_size=128, kv_bytes=1 << 30, implementation="pallas",
@@ -78,6 +79,18 @@ def test_a_large_model_is_cut_over_eight_cards(context_devices, exchanges):
     text = program.executable.as_text()
     found = {kind: len(re.findall(rf" {kind}(?:-start)?\(", text)) for kind in exchanges}
     assert found == exchanges
+
+
+@needs_compiler
+def test_no_weights_are_copied_before_they_are_multiplied():
+    plan = make_plan(
+        LARGE, target="a100_sxm_80", weight_form=WeightForm.BF16, kv_format=KvFormat.BF16, context=32768, slots=4,
+        prefill_chunk=128, prefill_slots=2, page_size=128, kv_bytes=0, implementation="pallas", devices=8,
+    )  # fmt: skip
+    program = compile_program(plan, Bucket(Phase.DECODE, 4, 1, plan.table_width))
+    smallest = 8192 * 10 * 128 * 2  # bytes of a layer's qkv on one card
+    assert program.cost.temp_bytes < smallest
+    assert program.cost.num_arguments == 2 * 6 + 3 + 4 + 2
 
 
 def test_a_pool_for_a_gpu_holds_numbers_and_one_for_a_cpu_bits():

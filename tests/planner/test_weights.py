@@ -3,7 +3,7 @@ import pytest
 
 from planner.architecture import ModelArchitecture, RopeKind, RopeScaling, UnsupportedArchitectureError
 from planner.formats import WeightForm
-from planner.weights import random_weights, weight_specs
+from planner.weights import by_layer, random_weights, weight_specs
 
 PLAIN = ModelArchitecture(
     family="llama", layers=3, embed=24, ffw=40, q_heads=6, kv_heads=2, head_dim=4, vocab=50, context=64,
@@ -33,6 +33,16 @@ def test_plain_float32_tree_exactly():
     assert {spec.dtype for spec in specs.values()} == {"float32"}
     assert specs["qkv"].axes == ("layers", "embed", "kv_heads")
     assert specs["down"].axes == ("layers", "ffw", "embed")
+
+
+def test_a_tree_by_layer_is_the_same_without_the_axis_of_layers():
+    stacked = weight_specs(PLAIN, WeightForm.BF16)
+    apart = by_layer(stacked)
+    assert [name for name in apart if name.startswith("o.")] == ["o.0", "o.1", "o.2"]
+    assert (apart["o.2"].shape, apart["o.2"].axes, apart["o.2"].dtype) == ((24, 24), ("kv_heads", "embed"), "bfloat16")
+    assert {name for name in apart if "." not in name} == {"embed", "final_norm", "head"}
+    assert len(apart) == 6 * 3 + 3
+    assert sum(spec.num_bytes for spec in apart.values()) == sum(spec.num_bytes for spec in stacked.values())
 
 
 def test_optional_parts_follow_the_architecture():

@@ -263,5 +263,5 @@ def test_the_bench_runs_with_few_slots(monkeypatch) -> None:
     assert found.results[2].value == 3e6
     assert [len(values) for values in found.samples.values()] == [50]
     assert "4 slots, " in found.notes[0]
-    assert "of 15 arrays" in found.notes[0]
+    assert "of 201 arrays" in found.notes[0]
     assert list(dict.fromkeys(seen)) == ["compiling null programs", "filling slots", "timing steps", "deciding"]

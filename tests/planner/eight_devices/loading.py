@@ -59,6 +59,22 @@ def test_each_device_gets_its_part(model):
     np.testing.assert_array_equal(part[QUERY_ENERGY], tree[QUERY_ENERGY][:, [1, 1]])
 
 
+def test_weights_go_a_layer_at_a_time_where_programs_take_them_so(model):
+    folder, tree = model
+    plan = replace(plan_of(FEW, devices=4), implementation="pallas")
+    weights = load_weights(folder, plan)
+    assert {name: array.shape for name, array in weights.items()} == {
+        name: leaf.shape for name, leaf in weight_shapes(plan).items()
+    }
+    assert {n: array.sharding.spec for n, array in weights.items()} == placed_weight_specs(plan)
+    for name in ("qkv", "qkv_bias", "o", "gate_up", "ffw_norm"):
+        order = column_order(plan, name)
+        for layer in range(FEW.layers):
+            wanted = tree[name][layer] if order is None else tree[name][layer][..., order]
+            np.testing.assert_array_equal(np.asarray(weights[f"{name}.{layer}"]), wanted)
+    np.testing.assert_array_equal(np.asarray(weights["head"]), tree["head"])
+
+
 def test_one_device_gets_everything_as_it_is(model):
     folder, tree = model
     weights = load_weights(folder, plan_of(FEW))
