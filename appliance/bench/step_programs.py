@@ -27,7 +27,7 @@ from planner.decoder import DeviceState, set_slot
 from planner.plan import Plan
 from planner.program import host_shapes, state_shapes, weight_shapes
 
-LARGEST_BYTES = 64 << 20
+LARGEST_BYTES = 1 << 20
 """Bytes of one array, above which its leading dimensions become 1 one after the other."""
 
 SAMPLED_ID = 1
