@@ -5,10 +5,9 @@ progress and everything else on standard error, exit codes 0 (done), 1 (failed) 
 a verb does is elsewhere and imported when the verb runs, so that ``zccp --help`` is instant.
 """
 
-import functools
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,69 +15,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from appliance.progress import ProgressView
+from appliance.verbs import Misuse, configured, load_config, show, table, verb
 
 if TYPE_CHECKING:
-    from appliance.config import ApplianceConfig
     from planner.build import BuildReport
-
-_OWN_PACKAGES = ("api.", "appliance.", "planner.", "pallas_kernels.")
-
-
-class Failure(click.ClickException):
-    """What failed, exit code 1; with ``--json`` it is also a JSON object on standard output."""
-
-    exit_code = 1
-
-    def __init__(self, message: str, *, as_json: bool) -> None:
-        """Keep how to show it beside the message."""
-        super().__init__(message)
-        self._as_json = as_json
-
-    def show(self, file: Any = None) -> None:
-        """Write the message."""
-        del file
-        if self._as_json:
-            click.echo(json.dumps({"error": self.message}))
-        click.echo(f"zccp: {self.message}", err=True)
-
-
-class Misuse(Failure):
-    """A wrong use or configuration, exit code 2."""
-
-    exit_code = 2
-
-
-def _verb(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add ``--json`` and turn the project's own errors into one line and an exit code."""
-
-    @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output.")
-    @functools.wraps(function)
-    def wrapped(*args: Any, as_json: bool, **kwargs: Any) -> Any:
-        from appliance.config_rules import ConfigError  # noqa: PLC0415 - verbs only
-        from planner.catalogue import UnknownArchitectureError  # noqa: PLC0415
-        from planner.target import UnknownTargetError  # noqa: PLC0415
-
-        try:
-            return function(*args, as_json=as_json, **kwargs)
-        except (click.ClickException, click.exceptions.Exit, click.Abort):
-            raise
-        except ConfigError as error:
-            raise Misuse("\n      ".join(error.problems), as_json=as_json) from error
-        except (UnknownArchitectureError, UnknownTargetError) as error:
-            raise Misuse(str(error), as_json=as_json) from error
-        except Exception as error:
-            if isinstance(error, OSError) or type(error).__module__.startswith(_OWN_PACKAGES):
-                raise Failure(str(error) or type(error).__name__, as_json=as_json) from error
-            raise
-
-    return wrapped
-
-
-def _configured(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add ``--config``."""
-    return click.option(
-        "--config", "config_file", type=click.Path(path_type=Path), help="YAML file; default: $ZCCP_CONFIG."
-    )(function)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -87,13 +27,13 @@ def main() -> None:
 
 
 @main.command()
-@_configured
+@configured
 @click.option("--host", help="Address to listen on.")
 @click.option("--port", type=int, help="TCP port; 0 takes a free one.")
 @click.option("--workers", type=int, help="API worker processes.")
 @click.option("--model", help="Model to serve.")
 @click.option("--programs", help="Folder of programs that another host built; default: those built here.")
-@_verb
+@verb
 def serve(config_file: Path | None, as_json: bool, model: str | None, programs: str | None, **server: Any) -> None:
     """Serve the configured model until Ctrl-C or SIGTERM."""
     from appliance.lifecycle import serve as run  # noqa: PLC0415
@@ -101,7 +41,8 @@ def serve(config_file: Path | None, as_json: bool, model: str | None, programs: 
     from appliance.release import adopt  # noqa: PLC0415
     from appliance.telemetry import configure_logging  # noqa: PLC0415
 
-    config = adopt(_load(config_file, server=server, model={"reference": model}, programs={"directory": programs}))
+    given = {"server": server, "model": {"reference": model}, "programs": {"directory": programs}}
+    config = adopt(load_config(config_file, **given))
     configure_logging(config.log.level, "main")
     with ProgressView() as progress:
         folder = ModelLibrary(config.home).ensure(config.model.reference, progress.update)
@@ -115,7 +56,7 @@ def serve(config_file: Path | None, as_json: bool, model: str | None, programs: 
 
 
 @main.command()
-@_configured
+@configured
 @click.option("--model", help="Model to fetch, convert and build for.")
 @click.option("--architecture", help="Build without weights, with --out: a name of the catalogue, or a config.json.")
 @click.option("--target", help="What to compile for; default: this host's CPU.")
@@ -128,14 +69,14 @@ def serve(config_file: Path | None, as_json: bool, model: str | None, programs: 
 @click.option("--signing-key", type=click.Path(path_type=Path), help="PEM file that signs a release; made if missing.")
 @click.option("--threads", type=click.IntRange(1, 256), default=2, show_default=True, help="Compilations at once.")
 @click.option("--force", is_flag=True, help="Compile even if the store is current.")
-@_verb
+@verb
 def build(config_file: Path | None, model: str | None, architecture: str | None, as_json: bool, **options: Any) -> None:
     """Fetch and convert the model and compile every program it needs; with --out, programs for other hosts."""
     out, signing_key, threads, force = (options.pop(name) for name in ("out", "signing_key", "threads", "force"))
     if (architecture or signing_key) and not out:
         raise Misuse("--architecture and --signing-key need --out, the folder of the release", as_json=as_json)
     engine = {"context" if name == "max_context" else name: value for name, value in options.items()}
-    config = _load(config_file, engine=engine, model={"reference": model})
+    config = load_config(config_file, engine=engine, model={"reference": model})
     if not config.engine.target.startswith("cpu"):
         from pallas_kernels.platform import find_gpu_compiler  # noqa: PLC0415
 
@@ -145,7 +86,7 @@ def build(config_file: Path | None, model: str | None, architecture: str | None,
     if not out:
         with ProgressView() as progress:
             made = building.build_programs(config, _calibration, progress.update, force=force, threads=threads)
-        _show(_built(made), as_json)
+        show(_built(made), as_json)
         return
     key = signing_key or building.signing_key_file(config.home)
     with ProgressView() as progress:
@@ -156,11 +97,11 @@ def build(config_file: Path | None, model: str | None, architecture: str | None,
     if as_json:
         click.echo(json.dumps({"release": str(out), "public_key": str(release.public_key), "stores": rows}))
     else:
-        _table("stores", rows, as_json)
+        table("stores", rows, as_json)
 
 
 @main.command()
-@_configured
+@configured
 @click.option("--model", help="Model to plan for; default: the configured one, which must be in the store.")
 @click.option("--architecture", help="Plan without weights: a name of the catalogue, or the path of a config.json.")
 @click.option("--target", help="What to plan for; default: this host's CPU.")
@@ -173,14 +114,14 @@ def build(config_file: Path | None, model: str | None, architecture: str | None,
 @click.option("--context", type=click.IntRange(min=0), help="With --explain: ids of the context.")
 @click.option("--output", type=click.IntRange(min=0), default=0, help="With --explain: ids that may follow.")
 @click.option("--free-gb", type=click.FloatRange(min=0), help="With --explain: free GB of each device; default: all.")
-@_verb
+@verb
 def plan(config_file: Path | None, as_json: bool, model: str | None, architecture: str | None, **options: Any) -> None:
     """Show what fits: shapes, programs, memory, sequences and padding of a model on a target."""
     question = {name: options.pop(name) for name in ("context", "output", "free_gb")}
     if options.pop("explain") != (question["context"] is not None):
         raise Misuse("--explain and --context belong together: zccp plan --explain --context 90000", as_json=as_json)
     engine = {"context" if name == "max_context" else name: value for name, value in options.items()}
-    config = _load(config_file, engine=engine, model={"reference": model})
+    config = load_config(config_file, engine=engine, model={"reference": model})
     from appliance import plan_report  # noqa: PLC0415
 
     document = plan_report.answer(config, architecture, **question)
@@ -189,35 +130,33 @@ def plan(config_file: Path | None, as_json: bool, model: str | None, architectur
 
 
 @main.command()
-@_configured
+@configured
 @click.argument("reference", required=False)
 @click.option("--form", type=click.Choice(["float32", "bf16", "int8"]), help="Weight form; default: the plan's.")
 @click.option("--force", is_flag=True, help="Convert again.")
-@_verb
+@verb
 def convert(config_file: Path | None, reference: str | None, form: str | None, force: bool, as_json: bool) -> None:
     """Convert a model's weights into the form that is served."""
-    config = _load(config_file, engine={"weight_form": form}, model={"reference": reference})
+    config = load_config(config_file, engine={"weight_form": form}, model={"reference": reference})
     from appliance.building import convert_model  # noqa: PLC0415
     from planner.formats import WeightForm  # noqa: PLC0415
 
     wanted = WeightForm(config.engine.weight_form or WeightForm.INT8)
     with ProgressView() as progress:
         made = convert_model(config.home, config.model.reference, wanted, _calibration, progress.update, force=force)
-    _show(
-        {"model": made.folder.name, "weights": str(made.weights), "form": str(made.form), "made": made.fresh}, as_json
-    )
+    show({"model": made.folder.name, "weights": str(made.weights), "form": str(made.form), "made": made.fresh}, as_json)
 
 
 @main.command()
-@_configured
-@_verb
+@configured
+@verb
 def doctor(config_file: Path | None, as_json: bool) -> None:
     """Check this installation; exit 1 if something is wrong."""
     from dataclasses import asdict  # noqa: PLC0415
 
     from appliance.doctor import examine, lines  # noqa: PLC0415
 
-    findings = examine(_load(config_file))
+    findings = examine(load_config(config_file))
     if as_json:
         click.echo(json.dumps({"findings": [asdict(finding) for finding in findings]}))
     else:
@@ -227,9 +166,9 @@ def doctor(config_file: Path | None, as_json: bool) -> None:
 
 
 @main.group(invoke_without_command=True)
-@_configured
+@configured
 @click.pass_context
-@_verb
+@verb
 def models(context: click.Context, config_file: Path | None, as_json: bool) -> None:
     """The models on this machine; without a command they are listed."""
     if context.invoked_subcommand is None:
@@ -239,8 +178,8 @@ def models(context: click.Context, config_file: Path | None, as_json: bool) -> N
 
 
 @models.command("list")
-@_configured
-@_verb
+@configured
+@verb
 def models_list(config_file: Path | None, as_json: bool) -> None:
     """Stored models and those that can be fetched by name."""
     _list_models(config_file, as_json)
@@ -250,7 +189,7 @@ def _list_models(config_file: Path | None, as_json: bool) -> None:
     from appliance.model.catalog import CATALOG  # noqa: PLC0415
     from appliance.model.library import ModelLibrary  # noqa: PLC0415
 
-    stored = {record.name: record for record in ModelLibrary(_load(config_file).home).records()}
+    stored = {record.name: record for record in ModelLibrary(load_config(config_file).home).records()}
     rows = [
         {"name": record.name, "stored": True, "reference": record.reference, "licence": record.licence}
         for record in stored.values()
@@ -260,13 +199,13 @@ def _list_models(config_file: Path | None, as_json: bool) -> None:
         for entry in CATALOG.values()
         if entry.name not in stored
     ]
-    _table("models", rows, as_json)
+    table("models", rows, as_json)
 
 
 @models.command("pull")
-@_configured
+@configured
 @click.argument("reference")
-@_verb
+@verb
 def models_pull(config_file: Path | None, reference: str, as_json: bool) -> None:
     """Fetch a model: a catalogue name, a GGUF file, a Hugging Face directory or hf:org/name."""
     from appliance.model.catalog import CATALOG  # noqa: PLC0415
@@ -276,8 +215,8 @@ def models_pull(config_file: Path | None, reference: str, as_json: bool) -> None
     if entry is not None and entry.notice:
         click.echo(entry.notice, err=True)
     with ProgressView() as progress:
-        folder = ModelLibrary(_load(config_file).home).ensure(reference, progress.update)
-    _show({"model": folder.name, "folder": str(folder)}, as_json)
+        folder = ModelLibrary(load_config(config_file).home).ensure(reference, progress.update)
+    show({"model": folder.name, "folder": str(folder)}, as_json)
 
 
 @main.group()
@@ -286,18 +225,18 @@ def keys() -> None:
 
 
 @keys.command("add")
-@_configured
+@configured
 @click.argument("tenant")
 @click.option("--expires-days", type=click.FloatRange(min=0), default=0.0, help="Days the key is valid; 0 = for ever.")
 @click.option("--requests-per-minute", type=click.IntRange(min=0), default=0, help="0 = no limit.")
 @click.option("--tokens-per-minute", type=click.IntRange(min=0), default=0, help="0 = no limit.")
 @click.option("--admin", is_flag=True, help="The key may read /metrics.")
-@_verb
+@verb
 def keys_add(config_file: Path | None, tenant: str, expires_days: float, as_json: bool, **limits: Any) -> None:
     """Make a key for TENANT and show it, this once."""
     from appliance.keys import add  # noqa: PLC0415
 
-    key, record = add(_load(config_file).keys_file, tenant, expires_in_s=expires_days * 86_400, **limits)
+    key, record = add(load_config(config_file).keys_file, tenant, expires_in_s=expires_days * 86_400, **limits)
     if as_json:
         click.echo(json.dumps({"key": key, "id": record.id, "tenant": record.tenant}))
     else:
@@ -306,8 +245,8 @@ def keys_add(config_file: Path | None, tenant: str, expires_days: float, as_json
 
 
 @keys.command("list")
-@_configured
-@_verb
+@configured
+@verb
 def keys_list(config_file: Path | None, as_json: bool) -> None:
     """The keys there are, without their secrets."""
     from appliance.keys import read  # noqa: PLC0415
@@ -322,32 +261,32 @@ def keys_list(config_file: Path | None, as_json: bool) -> None:
             "tokens_per_minute": record.tokens_per_minute,
             "admin": record.admin,
         }
-        for record in read(_load(config_file).keys_file).keys
+        for record in read(load_config(config_file).keys_file).keys
     ]
-    _table("keys", rows, as_json)
+    table("keys", rows, as_json)
 
 
 @keys.command("revoke")
-@_configured
+@configured
 @click.argument("key_id")
-@_verb
+@verb
 def keys_revoke(config_file: Path | None, key_id: str, as_json: bool) -> None:
     """Make a key invalid at once."""
     from appliance.keys import revoke  # noqa: PLC0415
 
-    record = revoke(_load(config_file).keys_file, key_id)
-    _show({"revoked": record.id, "tenant": record.tenant}, as_json)
+    record = revoke(load_config(config_file).keys_file, key_id)
+    show({"revoked": record.id, "tenant": record.tenant}, as_json)
 
 
 @keys.command("usage")
-@_configured
-@_verb
+@configured
+@verb
 def keys_usage(config_file: Path | None, as_json: bool) -> None:
     """Requests and tokens of each key."""
     from appliance.host.ledger import Ledger  # noqa: PLC0415
     from appliance.keys import read  # noqa: PLC0415
 
-    config = _load(config_file)
+    config = load_config(config_file)
     tenants = {record.id: record.tenant for record in read(config.keys_file).keys}
     ledger = Ledger(config.home / "usage.bin")
     rows = [
@@ -355,13 +294,13 @@ def keys_usage(config_file: Path | None, as_json: bool) -> None:
         for u in ledger.usage()
     ]
     ledger.close()
-    _table("usage", rows, as_json)
+    table("usage", rows, as_json)
 
 
 @main.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.argument("name")
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
-@_verb
+@verb
 def bench(name: str, options: Sequence[str], as_json: bool) -> None:
     """Run the bench NAME (kernels, start, parity, peers, soak).
 
@@ -381,7 +320,7 @@ def bench(name: str, options: Sequence[str], as_json: bool) -> None:
 @click.option("--system", default="", help="System message.")
 @click.option("--max-tokens", type=click.IntRange(min=1), help="Longest answer.")
 @click.option("--temperature", type=click.FloatRange(0, 2), help="0 = always the likeliest token.")
-@_verb
+@verb
 def chat(as_json: bool, key_file: Any, **options: Any) -> None:
     """Talk with a running appliance; in a pipe, standard input is one message."""
     from appliance.chat import ChatSettings, Conversation, say, talk  # noqa: PLC0415
@@ -407,9 +346,9 @@ def chat(as_json: bool, key_file: Any, **options: Any) -> None:
 
 
 @main.command()
-@_configured
+@configured
 @click.option("--reference", is_flag=True, help="Show every key with its type, default and meaning instead.")
-@_verb
+@verb
 def config(config_file: Path | None, reference: bool, as_json: bool) -> None:
     """Check the configuration and show the values in force."""
     if reference:
@@ -419,7 +358,7 @@ def config(config_file: Path | None, reference: bool, as_json: bool) -> None:
         return
     from appliance.config_rules import plain  # noqa: PLC0415
 
-    values = plain(_load(config_file))
+    values = plain(load_config(config_file))
     if as_json:
         click.echo(json.dumps(values))
     else:
@@ -429,7 +368,7 @@ def config(config_file: Path | None, reference: bool, as_json: bool) -> None:
 
 
 @main.command()
-@_verb
+@verb
 def version(as_json: bool) -> None:
     """Versions of the appliance and of what it computes with."""
     from importlib import metadata  # noqa: PLC0415
@@ -441,18 +380,7 @@ def version(as_json: bool) -> None:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             found[name] = "not installed as a package"
-    _show({"zccp": found.pop("zccp"), **found}, as_json)
-
-
-def _load(config_file: Path | None, **sections: dict[str, Any]) -> "ApplianceConfig":
-    """The configuration with the options that were given."""
-    from appliance.config import load  # noqa: PLC0415
-
-    overrides = {
-        section: {key: value for key, value in values.items() if value is not None}
-        for section, values in sections.items()
-    }
-    return load(config_file, {section: values for section, values in overrides.items() if values})
+    show({"zccp": found.pop("zccp"), **found}, as_json)
 
 
 def _calibration(folder: Path) -> Any:
@@ -474,32 +402,6 @@ def _built(report: "BuildReport") -> dict[str, Any]:
         "temp_bytes": report.temp_bytes,
         "alias_fraction": report.alias_fraction,
     }
-
-
-def _show(values: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        click.echo(json.dumps(values))
-        return
-    width = max(len(name) for name in values)
-    for name, value in values.items():
-        click.echo(f"{name:<{width}}  {value}")
-
-
-def _table(name: str, rows: Sequence[dict[str, Any]], as_json: bool) -> None:
-    if as_json:
-        click.echo(json.dumps({name: rows}))
-        return
-    if not rows:
-        click.echo(f"no {name}", err=True)
-        return
-    texts = [[str(column) for column in rows[0]], *([_cell(value) for value in row.values()] for row in rows)]
-    widths = [max(len(row[place]) for row in texts) for place in range(len(texts[0]))]
-    for row in texts:
-        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-
-
-def _cell(value: Any) -> str:
-    return {True: "yes", False: "no"}.get(value, str(value)) if isinstance(value, bool) else str(value)
 
 
 def _date(seconds: float) -> str:

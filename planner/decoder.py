@@ -16,13 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int32
 
+from pallas_kernels.kv_bitmask.rotation import turned, turned_back
 from pallas_kernels.linear.op import Gate, Int8Weight, Products, gated_linear, linear
 from pallas_kernels.linear.op import Implementation as LinearImplementation
 from pallas_kernels.page_write.op import page_write
 from pallas_kernels.paged_decode.op import paged_decode, paged_decode_part
 from pallas_kernels.paged_prefill.op import Products as AttentionProducts
 from pallas_kernels.paged_prefill.op import paged_prefill, paged_prefill_part
-from pallas_kernels.pages import Pages, pool_shape
+from pallas_kernels.pages import Int8Pages, Pages, pool_shape
 from pallas_kernels.rows import Rows, places
 from pallas_kernels.sample.op import Sampled, SampleRows, sample
 from pallas_kernels.softmax import Partial
@@ -207,7 +208,10 @@ class Layer(nn.Module):
         if self.is_mutable_collection(QUERIES):
             self.sow(QUERIES, "q", q, init_fn=tuple, reduce_fn=_newest)
         q, k, v = spread.heads_of_pages(q, k, v)
+        turn = isinstance(context.pages, Int8Pages)  # one scale serves a vector, in which no channel may stand out
+        q, k, v = (turned(part) if turn else part for part in (q, k, v))
         attended = self._attend(q, k, v, data, context).astype(x.dtype)
+        attended = turned_back(attended) if turn else attended
         mixed = spread.summed(self._linear("o", attended.reshape(x.shape[0], -1), data, context))
         return mixed, NewKeyValues(k, v)
 

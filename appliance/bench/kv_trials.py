@@ -15,10 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from appliance.bench.kv_baselines import BASELINES, Rounding
+from pallas_kernels.kv_bitmask.rotation import turned, turned_back
 from pallas_kernels.kv_layout import BLOCK, SINKS
 from pallas_kernels.page_write.op import page_write
 from pallas_kernels.paged_prefill.op import paged_prefill
-from pallas_kernels.pages import Pages
+from pallas_kernels.pages import Int8Pages, Pages
 from pallas_kernels.rows import Rows, places
 from planner.decoder import (
     QUERIES,
@@ -206,6 +207,8 @@ def _writer(trial: Trial) -> Callable[..., Pages]:
     @functools.partial(jax.jit, donate_argnums=1)
     def step(weights: Weights, pages: Pages, table: jax.Array, new: NewKeyValues, start: jax.Array) -> Pages:
         rounded = _rounded(trial, new, start)
+        if isinstance(pages, Int8Pages):  # which the decoder gives turned vectors
+            rounded = NewKeyValues(turned(rounded.k), turned(rounded.v))
         return page_write(
             pages, rounded.k, rounded.v, *_rows(table, start), energy=weights[QUERY_ENERGY], implementation="xla"
         )
@@ -225,7 +228,10 @@ def _attender(exact: Trial) -> Callable[..., jax.Array]:
         def layer(one: Any) -> jax.Array:
             data, *parts = one
             queries, k, v = (part.astype(jnp.float32) for part in parts)
-            return one_layer(queries, k, v, pages, data.layer, *_rows(table, start), data.window)
+            if isinstance(pages, Int8Pages):
+                queries, k, v = turned(queries), turned(k), turned(v)
+            found = one_layer(queries, k, v, pages, data.layer, *_rows(table, start), data.window)
+            return turned_back(found) if isinstance(pages, Int8Pages) else found
 
         return jax.lax.map(layer, (layer_data(arch), q, new.k, new.v))
 

@@ -265,8 +265,3 @@ def test_contract_of_dequantize(words, head_dim, base_bits, message):
         unchecked_dequantize(
             blocks(2, words, dtype=np.int32), head_dim=head_dim, base_bits=base_bits, implementation="xla"
         )
-
-
-def test_a_rotation_of_another_size_is_refused():
-    with pytest.raises(ContractError, match="head_dim 192 has no rotation; bitmask formats take"):
-        rotation(192)
