@@ -76,8 +76,9 @@ def test_blocks_are_read_once():
     block = 4 * (64 * 32 + 32 * 8 + 32 * 64 + 128 + 64 + 8)
     assert found.least == 64 * block + vectors + kept
     # 11 stretches of 6 blocks, the last of 4: partial sums of 4 heads in float32 written and read, their two scalars in
-    # a sector each, queries read by each, and a sector for each of the length, the window, the layer and two constants;
-    # a block has a sector more for its page, and one for the mask, which each half of the channels reads
+    # a sector each, queries read by each, and a sector for each of the length, how many positions are kept outside of
+    # blocks, the window, the layer and two constants; a block has a sector more for its page, and one for the mask,
+    # which each half of the channels reads
     partial = 11 * 4 * 128 * 4 * 2 + 11 * 2 * 32 + 11 * 4 * 2 * 4
-    read = 11 * 4 * 128 * 2 + 11 * 5 * 32 + 64 * 2 * 32
+    read = 11 * 4 * 128 * 2 + 11 * 6 * 32 + 64 * 2 * 32
     assert found.moved == found.least + partial + read
