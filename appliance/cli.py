@@ -77,7 +77,7 @@ def build(config_file: Path | None, model: str | None, architecture: str | None,
         raise Misuse("--architecture and --signing-key need --out, the folder of the release", as_json=as_json)
     engine = {"context" if name == "max_context" else name: value for name, value in options.items()}
     config = load_config(config_file, engine=engine, model={"reference": model})
-    if not config.engine.target.startswith("cpu"):
+    if config.engine.target and not config.engine.target.startswith("cpu"):
         from pallas_kernels.platform import find_gpu_compiler  # noqa: PLC0415
 
         find_gpu_compiler()  # before jax is imported

@@ -5,7 +5,7 @@ and all that use the real model, which share its folder and the appliance. The l
 """
 
 import os
-from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -25,20 +25,25 @@ install_import_hook(["pallas_kernels", "planner"], _CHECKER)
 settings.register_profile("ci", derandomize=True, deadline=None)
 settings.load_profile("ci")
 
-_WITH_THE_MODEL = ("test_model_library", "test_tokenizer_ids")
+_WITH_THE_MODEL = ("tests/system/", "tests/model/test_model_library.py", "tests/model/test_tokenizer_ids.py")
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give every test its process and its turn."""
-    items.sort(key=lambda item: _turn(item.path))
-    for item in items:
-        with_model = item.get_closest_marker("system") is not None or item.path.stem in _WITH_THE_MODEL
-        item.add_marker(pytest.mark.xdist_group("the model" if with_model else str(item.path)))
+    """Give every test its turn: what takes minutes in one test or in one process first, in that order the rest."""
+    items.sort(key=lambda item: 0 if _process(item.nodeid) == "model" else 1 if item.path.stem.endswith("_code") else 2)
 
 
-def _turn(file: Path) -> int:
-    """What takes minutes in one test or in one process first, in that order the rest."""
-    if "system" in file.parts or file.stem in _WITH_THE_MODEL:
-        return 0
-    return 1 if file.stem.endswith("_code") else 2
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give every test its process."""
+    from xdist.scheduler import LoadScopeScheduling  # a plug-in that need not be there
+
+    class ByProcess(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _process(nodeid)
+
+    return ByProcess(config, log)
+
+
+def _process(nodeid: str) -> str:
+    return "model" if nodeid.startswith(_WITH_THE_MODEL) else nodeid.partition("::")[0]
