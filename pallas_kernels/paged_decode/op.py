@@ -110,13 +110,14 @@ def paged_decode_part(
 
 
 def _check(
-    q: Float[Array, "slots q_heads head_dim"],
-    k: Float[Array, "slots kv_heads head_dim"],
-    v: Float[Array, "slots kv_heads head_dim"],
+    q: Array,
+    k: Array,
+    v: Array,
     pages: Pages,
-    page_table: Int32[Array, "slots width"],
-    lengths: Int32[Array, " slots"],
+    page_table: Array,
+    lengths: Array,
 ) -> None:
+    """Plain annotations, so that what is wrong is told in words."""
     slots, q_heads, head_dim = q.shape
     kv_heads = pool_shape(pages, head_dim).kv_heads
     require(k.shape == v.shape == (slots, kv_heads, head_dim), f"k {k.shape} and v {v.shape} must be one row a slot")

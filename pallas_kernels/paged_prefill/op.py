@@ -135,12 +135,13 @@ def paged_prefill_part(
 
 
 def _check(
-    q: Float[Array, "tokens q_heads head_dim"],
-    k: Float[Array, "tokens kv_heads head_dim"],
-    v: Float[Array, "tokens kv_heads head_dim"],
+    q: Array,
+    k: Array,
+    v: Array,
     pages: Pages,
     of: Rows,
 ) -> None:
+    """Plain annotations, so that what is wrong is told in words."""
     tokens, q_heads, head_dim = q.shape
     kv_heads = pool_shape(pages, head_dim).kv_heads
     rows = of.page_table.shape[0]

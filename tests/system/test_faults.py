@@ -142,7 +142,7 @@ def test_an_edited_manifest_is_refused(copied_home: Path, tmp_path: Path) -> Non
     document["programs"][0]["sha256"] = "0" * 64
     manifest.write_text(json.dumps(document))
     said = refusal(copied_home, tmp_path)
-    assert "is not signed by the key of this state directory" in said
+    assert "is not signed by the key that is trusted here" in said
     assert "zccp build" in said
 
 
