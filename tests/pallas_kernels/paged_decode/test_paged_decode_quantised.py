@@ -266,6 +266,7 @@ def test_a_pool_of_other_heads_is_refused():
     history = few("int8")
     with pytest.raises(ContractError, match="pages of 145 words do not hold keys and values of head_dim 16"):
         unchecked(
-            *queries(np.random.default_rng(0), SMALL, SLOTS), type(history.pages)(jnp.zeros((2, 3, 2, 145), jnp.int32)),
-            jnp.int32(0), history.table, history.lengths, jnp.int32(0), scale=1.0, implementation="xla",
+            *map(jnp.asarray, queries(np.random.default_rng(0), SMALL, SLOTS)),
+            type(history.pages)(jnp.zeros((2, 3, 2, 145), jnp.int32)), jnp.int32(0), jnp.asarray(history.table),
+            jnp.asarray(history.lengths), jnp.int32(0), scale=1.0, implementation="xla",
         )  # fmt: skip
