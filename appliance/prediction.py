@@ -5,7 +5,7 @@ and the state file. Never raises into the engine: what fails here is logged, and
 Never imports jax.
 
 1. ``expect``, on the engine's thread: the rolling quantile of the history, or the LSTM where the last training let it
-   in (``planner.predict``). Some tens of microseconds, NumPy alone.
+   in (``planner.predict``). A few tenths of a millisecond, NumPy alone.
 2. ``ended``, on the engine's thread: a request that ended by itself becomes a record. Every TRAIN_EVERY records, the
    thread is given a copy of the history, unless it is still busy with the last one.
 3. The thread starts a process that trains (``appliance.prediction_training``), waits for it, and puts its model in use

@@ -17,6 +17,7 @@ import msgspec
 from appliance.bench.report import Findings, Result, installed
 from appliance.bench.runner import BenchContext, BenchError, BenchUseError
 from appliance.bench.served import scratch_folder
+from appliance.bench.statistics import spread
 from appliance.config import ApplianceConfig
 from appliance.plan_report import padding
 from appliance.planning import plans_by_format
@@ -95,10 +96,10 @@ def run(context: BenchContext, *, target: str, only: str | None, threads: int) -
         wastes += _wastes(config, subject)
     means, tails = ([waste[place] for waste in wastes] for place in (0, 1))
     results += [
-        Result("temp_fraction_max", max(fractions), "share", len(fractions), _ends(fractions), TEMPORARIES, "<="),
-        Result("pool_alias_fraction_min", min(aliases), "share", len(aliases), _ends(aliases), 1.0, "=="),
-        Result("padding_waste_mean", max(means), "share", len(means), _ends(means), WASTE, "<="),
-        Result("padding_waste_p99", max(tails), "share", len(tails), _ends(tails)),
+        Result("temp_fraction_max", max(fractions), "share", len(fractions), spread(fractions), TEMPORARIES, "<="),
+        Result("pool_alias_fraction_min", min(aliases), "share", len(aliases), spread(aliases), 1.0, "=="),
+        Result("padding_waste_mean", max(means), "share", len(means), spread(means), WASTE, "<="),
+        Result("padding_waste_p99", max(tails), "share", len(tails), spread(tails)),
     ]
     notes.append("padding: over all committed mixes together, by ids; the worst format of each model")
     return Findings(tuple(results), tuple(notes), installed(_PACKAGES))
@@ -127,7 +128,3 @@ def _wastes(config: ApplianceConfig, subject: Subject) -> list[tuple[float, floa
     plans = plans_by_format(config, architecture, architecture.context).values()
     found = [padding(plan)[-1] for plan in plans if isinstance(plan, Plan)]
     return [(waste.mean, waste.p99) for waste in found]
-
-
-def _ends(values: Sequence[float]) -> tuple[float, float]:
-    return min(values), max(values)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from appliance.bench.report import Findings, Result, installed
 from appliance.bench.runner import BenchContext, BenchError, BenchUseError
+from appliance.bench.statistics import spread
 from pallas_kernels.platform import find_gpu_compiler
 
 if TYPE_CHECKING:
@@ -177,15 +178,15 @@ def figures(examined: Sequence[Examined]) -> tuple[Result, ...]:
     spilt = [case.local_bytes for case in examined]
     registers = [case.registers for case in examined]
     found = [
-        Result("spill_bytes_max", max(spilt), "B", len(spilt), _ends(spilt), 0, "=="),
-        Result("registers_max", max(registers), "registers", len(registers), _ends(registers)),
+        Result("spill_bytes_max", max(spilt), "B", len(spilt), spread(spilt), 0, "=="),
+        Result("registers_max", max(registers), "registers", len(registers), spread(registers)),
     ]
     if attention := [case for case in examined if case.kernel in ATTENTION]:
         without = [float(not case.tensor_products) for case in attention]
         copies = [float(not case.async_copies) for case in attention]
         found += (
-            Result("cases_without_mma", sum(without), "cases", len(without), _ends(without), 0, "=="),
-            Result("cases_without_cp_async", sum(copies), "cases", len(copies), _ends(copies)),
+            Result("cases_without_mma", sum(without), "cases", len(without), spread(without), 0, "=="),
+            Result("cases_without_cp_async", sum(copies), "cases", len(copies), spread(copies)),
         )
     for kernel, name in NAMES.items():
         shared = [case.shared_bytes for case in examined if case.kernel == kernel]
@@ -194,16 +195,12 @@ def figures(examined: Sequence[Examined]) -> tuple[Result, ...]:
             continue
         least = (BLOCKS_DECODE, ">=") if kernel == DECODE else (None, None)
         found += (
-            Result(f"smem_{name}_max", max(shared), "B", len(shared), _ends(shared), SHARED_BYTES[kernel], "<="),
-            Result(f"{name}_ctas_per_sm_min", min(blocks), "CTAs", len(blocks), _ends(blocks), *least),
+            Result(f"smem_{name}_max", max(shared), "B", len(shared), spread(shared), SHARED_BYTES[kernel], "<="),
+            Result(f"{name}_ctas_per_sm_min", min(blocks), "CTAs", len(blocks), spread(blocks), *least),
         )
     moved = [case.bytes_over_minimum for case in examined if case.bytes_over_minimum is not None]
     if moved:
         found.append(
-            Result("bytes_over_minimum_max", max(moved), "ratio", len(moved), _ends(moved), BYTES_OVER_MINIMUM, "<=")
+            Result("bytes_over_minimum_max", max(moved), "ratio", len(moved), spread(moved), BYTES_OVER_MINIMUM, "<=")
         )
     return tuple(found)
-
-
-def _ends(values: Sequence[float]) -> tuple[float, float]:
-    return min(values), max(values)
