@@ -21,12 +21,12 @@ from appliance.model.record import read_record, weights_folder
 from appliance.model.store import convert, restore
 from appliance.planning import plan_for, plans_by_format, signing_key_file, store_directory, usable_bytes
 from appliance.release import PUBLIC_KEY
+from pallas_kernels.kv_layout import BASE_BITS
 from planner.architecture import ModelArchitecture
 from planner.build import BuildReport, build
 from planner.catalogue import find_architecture
 from planner.energy import query_energy
 from planner.formats import WeightForm
-from planner.kv import BASE_BITS
 from planner.plan import Plan
 from planner.quantize import quantize
 from planner.signing import local_key, public_pem

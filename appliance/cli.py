@@ -78,8 +78,10 @@ def build(config_file: Path | None, model: str | None, architecture: str | None,
     engine = {"context" if name == "max_context" else name: value for name, value in options.items()}
     config = load_config(config_file, engine=engine, model={"reference": model})
     if config.engine.target and not config.engine.target.startswith("cpu"):
+        from appliance.config import quieten_compiler  # noqa: PLC0415
         from pallas_kernels.platform import find_gpu_compiler  # noqa: PLC0415
 
+        quieten_compiler()
         find_gpu_compiler()  # before jax is imported
     from appliance import building  # noqa: PLC0415
 

@@ -14,6 +14,7 @@ from typing import Literal
 from appliance.config import ApplianceConfig
 from appliance.config_rules import host_problems
 from appliance.keys import KeyFileError, read
+from pallas_kernels.kv_layout import BASE_BITS
 
 State = Literal["ok", "failed", "not checked"]
 
@@ -113,7 +114,7 @@ def _model(config: ApplianceConfig) -> Finding:
     from appliance.model.store import StoreError, check_weights  # noqa: PLC0415 - reads jax
     from appliance.planning import plan_for  # noqa: PLC0415 - reads numpy
     from appliance.release import adopt  # noqa: PLC0415 - reads cryptography
-    from planner.kv import BASE_BITS, energy_shape  # noqa: PLC0415 - only here
+    from planner.kv import energy_shape  # noqa: PLC0415 - only here
 
     reference = config.model.reference
     folder = ModelLibrary(config.home).folder(reference)

@@ -23,6 +23,7 @@ from pathlib import Path
 import structlog
 
 from appliance.engine_ports import Arrival, Cancellation, Emission, EngineReport
+from appliance.host.address import socket_address
 from appliance.host.segments import SegmentError, SegmentFile, SegmentRange
 from appliance.host.wire import (
     MAX_PACKET_BYTES,
@@ -446,13 +447,11 @@ def _listen(path: Path) -> socket.socket:
     listener.setblocking(False)  # noqa: FBT003 - the only signature it has
     try:
         path.unlink(missing_ok=True)
-        listener.bind(str(path))
+        with socket_address(path) as address:
+            listener.bind(address)
         path.chmod(0o600)
         listener.listen(64)
     except OSError as error:
         listener.close()
-        raise GatewayError(
-            f"engine socket {path} ({len(str(path))} characters, at most 107): {error.strerror or error};"
-            " choose another paths.run"
-        ) from error
+        raise GatewayError(f"engine socket {path}: {error.strerror or error}; choose another paths.run") from error
     return listener

@@ -10,16 +10,15 @@ from pathlib import Path
 
 from appliance.config import ApplianceConfig
 from appliance.model.record import ModelRecord
+from pallas_kernels.kv_layout import BASE_BITS
 from pallas_kernels.platform import cpu_features
 from planner.architecture import ModelArchitecture
 from planner.decide import Declined, Terms, decide, terms_of
 from planner.formats import KvFormat, WeightForm
-from planner.kv import BASE_BITS
 from planner.memory import MemoryPlanError, memory_plan, pool_bytes, prefill_rows
 from planner.plan import Plan, PlanError, PoolError, default_implementation, formats_for, make_plan, with_pool
-from planner.target import Target, find_target
+from planner.target import DEFAULT_TARGET, Target, find_target
 
-DEFAULT_TARGET = "cpu_native"
 DEFAULT_KV_BYTES = 2 << 30
 """Size of the page pool on a CPU where none is configured, raised to hold one sequence of full length."""
 

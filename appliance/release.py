@@ -19,9 +19,8 @@ from appliance.model.record import ModelRecord
 from appliance.planning import choose, plan_for, signing_key_file, store_directory
 from planner.formats import KvFormat
 from planner.plan import Plan
-from planner.signing import SigningKeyError, local_key, public_key
+from planner.signing import MANIFEST, SigningKeyError, local_key, public_key
 
-MANIFEST = "manifest.json"
 PUBLIC_KEY = "public-key.pem"
 """The public half of the key that signed a release, for whoever configures nodes."""
 
@@ -127,7 +126,7 @@ def programs_of(config: ApplianceConfig, folder: Path, record: ModelRecord) -> t
     """
     plan = plan_for(config, record)
     if not config.programs.directory:
-        return plan, store_directory(config.home, folder, plan), local_key(signing_key_file(config.home)).public_key()
+        return plan, store_directory(config.home, folder, plan), _own_key(config)
     directory = Path(config.programs.directory)
     if config.engine.kv_memory_mb is None:
         # how many pages a host leaves room for is the one number that may differ between equal settings
@@ -135,9 +134,13 @@ def programs_of(config: ApplianceConfig, folder: Path, record: ModelRecord) -> t
     return plan, directory / plan.kv_format, _trusted(config)
 
 
+def _own_key(config: ApplianceConfig) -> Ed25519PublicKey:
+    return local_key(signing_key_file(config.home)).public_key()
+
+
 def _trusted(config: ApplianceConfig) -> Ed25519PublicKey:
     if not config.programs.public_key:
-        return local_key(signing_key_file(config.home)).public_key()
+        return _own_key(config)
     file = Path(config.programs.public_key)
     try:
         return public_key(file.read_bytes())

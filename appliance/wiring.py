@@ -18,8 +18,8 @@ from appliance.model.record import read_record
 from appliance.prediction import LengthForecast, TrainingProcess, state_file
 from appliance.release import programs_of
 from appliance.submission import ModelLimits
+from pallas_kernels.kv_layout import BASE_BITS
 from planner.buckets import Bucket, Phase
-from planner.kv import BASE_BITS
 from planner.pages import PagePool
 from planner.plan import Plan
 from planner.program import Program, empty_state, idle_arguments
@@ -54,7 +54,7 @@ def build_engine(
     announce("restoring weights")
     weights = load_weights(folder, plan)
     announce("making the page pool")
-    state = jax.block_until_ready(empty_state(plan))
+    state = jax.block_until_ready(empty_state(programs))
     announce("running every program once")
     state = _run_once(plan, programs, weights, state)
     scheduler = Scheduler(
@@ -113,6 +113,8 @@ def _run_once(plan: Plan, programs: dict[Bucket, Program], weights: object, stat
     Returns the device state after that, which is as empty as before: rows without ids write nothing.
     """
     for bucket, program in programs.items():
+        if bucket.phase is Phase.EMPTY:
+            continue
         arguments = idle_arguments(plan, bucket)
         if bucket.phase is Phase.SET_SLOT:
             state = program(state, *arguments)

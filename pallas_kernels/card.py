@@ -16,6 +16,9 @@ _WARPS_TOGETHER = 4  # warps of a block get registers by schedulers, of which th
 _REGISTERS_TOGETHER = 256  # of a warp
 _SHARED_RESERVED = 1024  # bytes of every block that the system takes
 _SHARED_BY_DEFAULT = 49_152
+_PLENTY = 4
+"""Times the memory that a card has, as the compiler is told. It counts donated arguments twice and would compute
+hundreds of values again in every program to save what it cannot; what programs take is checked when they are built."""
 _TOOLKIT = (12, 9)  # whose compiler the extra ``aot`` brings
 
 
@@ -87,7 +90,7 @@ class Card:
             "memory_bandwidth": self.memory_bytes_per_second,
             "l2_cache_size": self.l2_bytes,
             "clock_rate_ghz": self.clock_ghz,
-            "device_memory_size": self.memory_bytes,
+            "device_memory_size": _PLENTY * self.memory_bytes,
             "registers_per_core_limit": self.registers_per_multiprocessor,
             "registers_per_block_limit": self.registers_per_multiprocessor,
         }

@@ -43,6 +43,9 @@ STRETCH = 32 * 1024
 BITMASK_HEAD_DIMS = (8, 16, 32, 64, 80, 96, 128, 256)
 """Head dims whose rotation is defined and whose mask fits its words."""
 
+BASE_BITS = {"bmq4": 4, "bmq2": 2}
+"""Bits of every key channel in the bitmask formats, by name."""
+
 VALUE_BITS = 4
 HIGH_BITS = 2
 MASK_WORDS = 8

@@ -22,6 +22,8 @@ class Phase(StrEnum):
     DECODE = "decode"
     SET_SLOT = "set_slot"
     """No step of a model: writes the penalty state of a sequence that enters a slot."""
+    EMPTY = "empty"
+    """No step of a model: makes the state that all others are given and give back."""
 
 
 class BucketError(ValueError):

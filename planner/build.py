@@ -1,7 +1,7 @@
 """Plan to programs: compiles every bucket of a plan and writes the store. Runs on a build host, never while serving."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +12,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from jax.experimental import serialize_executable
 
 from pallas_kernels import native
-from planner.buckets import Bucket
+from planner.buckets import Bucket, Phase
 from planner.memory import MemoryPlan, check, memory_plan
-from planner.plan import Plan
+from planner.plan import Plan, program_key
 from planner.program import Program, ProgramCost, compile_program
 from planner.store import StoreError, open_store
 from planner.store_writer import StoreWriter
@@ -83,7 +83,8 @@ def build(
         except StoreError:
             pass
         else:
-            return _report(plan, directory, [entry.cost for entry in store.entries.values()], compiled=0)
+            costs = {bucket: store.entries[program_key(plan, bucket)].cost for bucket in plan.buckets()}
+            return _report(plan, directory, costs, compiled=0)
     library = native.compile_library() if plan.implementation == "native" else None
     if library is not None:
         native.register(library)
@@ -96,7 +97,7 @@ def build(
         costs = {bucket: entry.cost for bucket, entry in writer.entries.items()}
         check(plan, costs, usable_bytes)
         writer.finish(library)
-    return _report(plan, directory, list(costs.values()), compiled=len(missing))
+    return _report(plan, directory, costs, compiled=len(missing))
 
 
 def require_isa(target: Target) -> None:
@@ -119,8 +120,10 @@ def require_isa(target: Target) -> None:
         )
 
 
-def _report(plan: Plan, directory: Path, costs: list[ProgramCost], *, compiled: int) -> BuildReport:
-    workspace = max(cost.temp_bytes + cost.output_bytes - cost.alias_bytes for cost in costs)
+def _report(plan: Plan, directory: Path, costs: Mapping[Bucket, ProgramCost], *, compiled: int) -> BuildReport:
+    # the program that makes the state is given nothing to update
+    updating = [cost for bucket, cost in costs.items() if bucket.phase is not Phase.EMPTY]
+    workspace = max(cost.temp_bytes + cost.output_bytes - cost.alias_bytes for cost in updating)
     memory = memory_plan(plan, workspace)
     donated = memory.pages_bytes + memory.slots_bytes
     return BuildReport(
@@ -128,10 +131,10 @@ def _report(plan: Plan, directory: Path, costs: list[ProgramCost], *, compiled: 
         programs=len(costs),
         compiled=compiled,
         memory=memory,
-        max_arguments=max(cost.num_arguments for cost in costs),
+        max_arguments=max(cost.num_arguments for cost in updating),
         total_bytes=sum(file.stat().st_size for file in directory.iterdir()),
-        temp_bytes=max(cost.temp_bytes for cost in costs),
-        alias_fraction=min(1.0, *(cost.alias_bytes / donated for cost in costs)),
+        temp_bytes=max(cost.temp_bytes for cost in costs.values()),
+        alias_fraction=min(1.0, *(cost.alias_bytes / donated for cost in updating)),
     )
 
 

@@ -8,6 +8,7 @@ float32 ``8 D``, bf16 ``4 D``, int8 ``2 D + 4`` (codes, and a word with two bf16
 import math
 
 from pallas_kernels.kv_layout import (
+    BASE_BITS,
     BITMASK_HEAD_DIMS,
     BLOCK,
     BitmaskLayout,
@@ -17,9 +18,6 @@ from pallas_kernels.kv_layout import (
 )
 from planner.architecture import ModelArchitecture
 from planner.formats import KvFormat
-
-BASE_BITS = {KvFormat.BMQ4: 4, KvFormat.BMQ2: 2}
-"""Bits of every key channel in the bitmask formats."""
 
 _ELEMENT_BYTES = {KvFormat.FLOAT32: 4, KvFormat.BF16: 2}
 

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from pallas_kernels.card import find_card
-from pallas_kernels.kv_layout import STRETCH
+from pallas_kernels.kv_layout import BASE_BITS, STRETCH
+from planner.axes import AXES
 from planner.batch import NUM_FLOATS, NUM_INTS, NUM_TOP_LOGPROBS
-from planner.buckets import Bucket
-from planner.kv import BASE_BITS, energy_bytes, slot_bytes
+from planner.buckets import Bucket, Phase
+from planner.kv import energy_bytes, slot_bytes
 from planner.pages import fullest
 from planner.plan import Plan
 from planner.target import find_target
@@ -20,9 +21,6 @@ from planner.weights import WeightSpec, weight_specs
 
 TEMPORARIES = 0.03
 """Share of a device's memory that the temporaries of a program may take."""
-
-CUT_AXES = frozenset({"kv_heads", "ffw", "vocab"})
-"""Logical axes of weights that are cut over all devices, as the table in ``planner.sharding`` has them."""
 
 LENGTHS = (32 * 1024, 64 * 1024, 128 * 1024)
 """Positions of the sequences whose number is told."""
@@ -201,7 +199,7 @@ def check(plan: Plan, costs: Mapping[Bucket, Cost], usable_bytes: int = 0) -> No
     most = int(TEMPORARIES * find_card(target.card).memory_bytes) if target.card else 0
     faults: list[str] = []
     for bucket, cost in costs.items():
-        if cost.alias_bytes < donated:
+        if bucket.phase is not Phase.EMPTY and cost.alias_bytes < donated:
             faults.append(
                 f"{bucket.name}: {cost.alias_bytes} bytes of the {donated} donated are updated in place; the rest is "
                 "held twice"
@@ -223,7 +221,7 @@ def check(plan: Plan, costs: Mapping[Bucket, Cost], usable_bytes: int = 0) -> No
 
 def _bytes_on_one(spec: WeightSpec, devices: int) -> int:
     """Bytes of a weight on each device: a part of it if an axis is cut, else all of it."""
-    return spec.num_bytes // devices if CUT_AXES & set(spec.axes) else spec.num_bytes
+    return spec.num_bytes // devices if any(AXES[axis] for axis in spec.axes) else spec.num_bytes
 
 
 def _exchanged_bytes(plan: Plan) -> int:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from pallas_kernels.kv_layout import BASE_BITS
 from planner.buckets import Bucket, Phase, round_up
-from planner.kv import BASE_BITS
 from planner.pages import PagePool
 from planner.plan import Plan
 from planner.schedule import Batch, Scheduler, SchedulerSettings

@@ -112,8 +112,9 @@ class Plan:
         return -(-self.context // self.page_size)
 
     def buckets(self) -> tuple[Bucket, ...]:
-        """The bucket of every program: decode, prefill, and the one that sets a slot's penalty state."""
-        return (*self.lattice.buckets(), Bucket(Phase.SET_SLOT, self.slots, 1, 1))
+        """The bucket of every program: the lattice, the one that sets a slot's penalty state, and an empty state."""
+        others = (Bucket(phase, self.slots, 1, 1) for phase in (Phase.SET_SLOT, Phase.EMPTY))
+        return (*self.lattice.buckets(), *others)
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values; equal plans give equal documents."""

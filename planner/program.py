@@ -6,7 +6,7 @@ programs for a GPU by a compiler that needs none.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,18 +19,19 @@ from jax.sharding import PartitionSpec
 
 from pallas_kernels.card import find_card
 from pallas_kernels.compiled import card_devices
-from pallas_kernels.kv_layout import BLOCK, RECENT, BitmaskLayout, int8_page_words
+from pallas_kernels.kv_layout import BASE_BITS, BLOCK, RECENT, BitmaskLayout, int8_page_words
 from pallas_kernels.pages import BitmaskPages, Int8Pages, Pages
 from pallas_kernels.sample.op import Sampled
 from planner.architecture import ModelArchitecture
+from planner.axes import ENERGY_AXES
 from planner.batch import NUM_FLOATS, NUM_INTS
 from planner.buckets import Bucket, Phase
 from planner.decoder import QUERY_ENERGY, DeviceState, Numerics, decode_step, prefill_step, set_slot
 from planner.formats import KvFormat
-from planner.kv import BASE_BITS, energy_shape
+from planner.kv import energy_shape
+from planner.memory import memory_plan
 from planner.plan import Plan
 from planner.sharding import (
-    ENERGY_AXES,
     Device,
     DevicesError,
     Placement,
@@ -90,18 +91,9 @@ def state_shapes(plan: Plan) -> DeviceState:
     )
 
 
-def empty_state(plan: Plan) -> DeviceState:
-    """A fresh state on the devices of this process: no keys and values, no ids. Allocates, compiles nothing.
-
-    Raises:
-        DevicesError: there are fewer devices than the plan has.
-    """
-    placement = Placement.of(plan, serving_devices(plan))
-    return jax.tree.map(
-        lambda leaf, spec: jax.device_put(np.zeros(leaf.shape, leaf.dtype), placement.sharding(spec)),
-        state_shapes(plan),
-        state_specs(plan),
-    )
+def empty_state(programs: Mapping[Bucket, Program]) -> DeviceState:
+    """A fresh state, made on the devices by the program that a plan has for that: no keys and values, no ids."""
+    return next(program for bucket, program in programs.items() if bucket.phase is Phase.EMPTY)()
 
 
 def pool_shapes(
@@ -163,6 +155,8 @@ def placed_weight_specs(plan: Plan) -> dict[str, PartitionSpec]:
 def host_shapes(bucket: Bucket, vocab: int) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Shapes of the arrays that the host gives a program; every device gets all of them."""
     shape = jax.ShapeDtypeStruct
+    if bucket.phase is Phase.EMPTY:
+        return ()
     if bucket.phase is Phase.SET_SLOT:
         return shape((), jnp.int32), shape((vocab,), jnp.int32), shape((vocab,), jnp.float32)
     ints = shape((bucket.slots, NUM_INTS + bucket.width), jnp.int32)
@@ -194,7 +188,7 @@ def serving_devices(plan: Plan) -> Sequence[Device]:
     """The devices of this process that a plan's programs run on.
 
     Raises:
-        DevicesError: they are of another kind.
+        DevicesError: they are of another kind, or have less memory than the plan takes.
     """
     devices, wanted = jax.devices(), "cpu" if _for_cpu(plan) else "gpu"
     if devices[0].platform != wanted:
@@ -202,27 +196,64 @@ def serving_devices(plan: Plan) -> Sequence[Device]:
             f"the plan is for target {plan.target}, whose devices are of kind {wanted}; this process has "
             f"{len(devices)} of kind {devices[0].platform}: choose another target or start it where such devices are"
         )
+    if wanted == "gpu":
+        for device in devices[: plan.devices]:
+            _require_card(plan, device)
     return devices
+
+
+def _require_card(plan: Plan, device: Any) -> None:
+    """Check that a GPU runs the programs of a plan and has the memory that they take."""
+    card, needed = find_card(find_target(plan.target).card), memory_plan(plan).total_bytes
+    wanted = "{}.{}".format(*card.compute_capability)
+    if device.compute_capability != wanted:
+        raise DevicesError(
+            f"the plan is for target {plan.target}, {card.description} of compute capability {wanted}; GPU {device.id} "
+            f"here is {device.device_kind} of {device.compute_capability}: take programs that were built for its target"
+        )
+    given = (device.memory_stats() or {}).get("bytes_limit", needed)
+    if given < needed:
+        raise DevicesError(
+            f"the plan takes {needed} bytes of a GPU, and GPU {device.id} here, {device.device_kind}, gives {given}: "
+            "take programs that were built for its target, or build them with a lower gpu.memory_limit_mb"
+        )
 
 
 def _for_cpu(plan: Plan) -> bool:
     return find_target(plan.target).platform == "cpu"
 
 
-def _function(plan: Plan, bucket: Bucket) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...], int]:
-    """What a device computes, the argument shapes, how they are cut, and the index of the donated state."""
+@dataclass(frozen=True, slots=True)
+class _Signature:
+    """What is computed and how it is called; shapes and cuts are trees of the same structure.
+
+    ``donated`` are the indices of arguments whose memory the results take. Every device computes ``function`` on its
+    parts of the arguments; without any, it is the function of the whole.
+    """
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    cuts: tuple[Any, ...]
+    donated: tuple[int, ...]
+    result: Any
+    result_cuts: Any
+
+
+def _signature(plan: Plan, bucket: Bucket) -> _Signature:
     numerics, arch = numerics_of(plan), part_of(plan)
     host = host_shapes(bucket, arch.vocab)
-    state = state_shapes(plan)
-    cut = (state_specs(plan), *[PartitionSpec()] * len(host))
-    match bucket.phase:
-        case Phase.SET_SLOT:
-            return set_slot, (state, *host), cut, 0
-        case Phase.DECODE:
-            step = functools.partial(decode_step, arch, numerics)
-        case Phase.PREFILL:
-            step = functools.partial(prefill_step, arch, numerics)
-    return step, (weight_shapes(plan), state, *host), (placed_weight_specs(plan), *cut), 1
+    state, state_cuts, host_cuts = state_shapes(plan), state_specs(plan), [PartitionSpec()] * len(host)
+    if bucket.phase is Phase.EMPTY:
+        return _Signature(functools.partial(_zeros, plan), (), (), (), state, state_cuts)
+    if bucket.phase is Phase.SET_SLOT:
+        return _Signature(set_slot, (state, *host), (state_cuts, *host_cuts), (0,), state, state_cuts)
+    step = functools.partial(decode_step if bucket.phase is Phase.DECODE else prefill_step, arch, numerics)
+    arguments, cuts = (weight_shapes(plan), state, *host), (placed_weight_specs(plan), state_cuts, *host_cuts)
+    return _Signature(step, arguments, cuts, (1,), (state, Sampled._make(range(4))), (state_cuts, PartitionSpec()))
+
+
+def _zeros(plan: Plan) -> DeviceState:
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), state_shapes(plan))
 
 
 def lower_program(plan: Plan, bucket: Bucket) -> jax.stages.Lowered:
@@ -233,12 +264,16 @@ def lower_program(plan: Plan, bucket: Bucket) -> jax.stages.Lowered:
         DevicesError: this process has fewer CPU devices than the plan.
     """
     placement = Placement.of(plan, building_devices(plan))
-    function, shapes, cut, state_index = _function(plan, bucket)
-    result = cut[0] if state_index == 0 else (cut[1], PartitionSpec())
+    called = _signature(plan, bucket)
     arguments = jax.tree.map(
-        lambda leaf, spec: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placement.sharding(spec)), shapes, cut
+        lambda leaf, cut: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placement.sharding(cut)),
+        called.arguments,
+        called.cuts,
     )
-    return jax.jit(over_mesh(function, placement, cut, result), donate_argnums=state_index).lower(*arguments)
+    if not arguments:
+        return jax.jit(called.function, out_shardings=jax.tree.map(placement.sharding, called.result_cuts)).lower()
+    function = over_mesh(called.function, placement, called.cuts, called.result_cuts)
+    return jax.jit(function, donate_argnums=called.donated).lower(*arguments)
 
 
 def compile_program(plan: Plan, bucket: Bucket) -> Program:
@@ -278,12 +313,9 @@ def deserialise(plan: Plan, bucket: Bucket, cost: ProgramCost, payload: bytes) -
         DevicesError: there are fewer devices than the plan has, or of another kind.
     """
     devices = Placement.of(plan, serving_devices(plan)).devices
-    _, arguments, _, state_index = _function(plan, bucket)
-    in_tree = jax.tree.structure((arguments, {}))
-    state = state_shapes(plan)
-    result = state if state_index == 0 else (state, Sampled._make(range(4)))
-    out_tree = jax.tree.structure(result)
-    executable = serialize_executable.deserialize_and_load(payload, in_tree, out_tree, execution_devices=devices)
+    called = _signature(plan, bucket)
+    trees = jax.tree.structure((called.arguments, {})), jax.tree.structure(called.result)
+    executable = serialize_executable.deserialize_and_load(payload, *trees, execution_devices=devices)
     return Program(bucket, executable, cost)
 
 

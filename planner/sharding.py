@@ -1,7 +1,7 @@
 """Sharding: how the arrays of a plan are cut over its devices, and what devices exchange in a step.
 
-Owns the one table from logical axes to mesh axes, the order in which columns of weights lie before they are cut, and
-the collectives of a step. Devices form a mesh of "model" by "context". Weights are cut over all of them; pages lie on
+Owns the order in which columns of weights lie before they are cut, and the collectives of a step; which axes are cut
+stands in ``planner.axes``. Devices form a mesh of "model" by "context". Weights are cut over all of them; pages lie on
 the context device that owns their shard of a context, and their key/value heads are cut over the model devices.
 Device (m, c) has block ``m * context + c`` of whatever is cut over both, so that what the context devices of one m have
 together is one block of what is cut over "model" alone.
@@ -10,7 +10,7 @@ Source: tensor parallelism as in Megatron-LM, arXiv 1909.08053; the merge of att
 FlashDecoding.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -20,33 +20,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import Array, Bool, Float, Int32, Shaped
 
+from pallas_kernels.kv_layout import BASE_BITS
 from pallas_kernels.softmax import Partial, finish
 from planner.architecture import ModelArchitecture
+from planner.axes import AXES, CONTEXT, ENERGY_AXES, MODEL, Axes
 from planner.formats import KvFormat
-from planner.kv import BASE_BITS
 from planner.plan import Plan
 from planner.weights import WeightSpec
-
-MODEL, CONTEXT = "model", "context"
-
-AXES: Mapping[str, tuple[str, ...]] = {
-    "kv_heads": (MODEL, CONTEXT),
-    "ffw": (MODEL, CONTEXT),
-    "vocab": (MODEL, CONTEXT),
-    "page_heads": (MODEL,),
-    "pages": (CONTEXT,),
-    "layers": (),
-    "embed": (),
-    "head_dim": (),
-    "slots": (),
-}
-"""Logical axis -> the mesh axes that it is cut over, the coarser one first; () = every device has all of it."""
-
-Axes = tuple[str, ...]
-"""The logical axes of an array's first dimensions; every device has all of the others."""
-
-ENERGY_AXES: Axes = ("layers", "page_heads", "head_dim")
-"""Of the query energies, which are used where pages are written."""
 
 
 @runtime_checkable

@@ -1,6 +1,7 @@
 """Signing keys of program stores: Ed25519, private on the build host, public wherever programs are loaded.
 
-Owns the key files. A local key is made at first use; operators bring their own for release stores.
+Owns the key files and the names of what is signed. A local key is made at first use; operators bring their own for
+release stores.
 """
 
 import os
@@ -16,6 +17,9 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
     load_pem_public_key,
 )
+
+MANIFEST, SIGNATURE = "manifest.json", "manifest.sig"
+"""Files of a program store: what lies in it, and the signature of that."""
 
 
 class SigningKeyError(ValueError):

@@ -23,15 +23,15 @@ from pallas_kernels.platform import cpu_features
 from planner.buckets import Bucket
 from planner.plan import Plan, program_key
 from planner.program import Program, ProgramCost, deserialise
-from planner.signing import verifies
+from planner.signing import MANIFEST, SIGNATURE, verifies
 from planner.target import Target, find_target
 
 SCHEMA = 1
-MANIFEST, SIGNATURE, LIBRARY = "manifest.json", "manifest.sig", "native.so"
+LIBRARY = "native.so"
 _PACKAGES = {"cpu": ("jax", "jaxlib"), "cuda": ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda12-pjrt")}
 """Packages of a platform whose versions a program is bound to."""
 _SHAPES_ONLY = ("cases.py", "model_shapes.py")
-_PLANNER_SOURCES = ("batch.py", "decoder.py", "program.py", "rope.py", "sharding.py", "weights.py")
+_PLANNER_SOURCES = ("axes.py", "batch.py", "decoder.py", "program.py", "rope.py", "sharding.py", "weights.py")
 
 
 class StoreError(ValueError):

@@ -19,8 +19,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from planner.buckets import Bucket
 from planner.plan import Plan, program_key
 from planner.program import Program, ProgramCost, serialise
-from planner.signing import verifies
-from planner.store import LIBRARY, MANIFEST, SCHEMA, SIGNATURE, StoreEntry, StoreError, digest, identity
+from planner.signing import MANIFEST, SIGNATURE, verifies
+from planner.store import LIBRARY, SCHEMA, StoreEntry, StoreError, digest, identity
 
 _LEVEL = 3
 

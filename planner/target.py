@@ -4,6 +4,9 @@ import json
 from dataclasses import dataclass
 from importlib import resources
 
+DEFAULT_TARGET = "cpu_native"
+"""The host that serves, where none is named."""
+
 
 class UnknownTargetError(ValueError):
     """No target of that name; the message lists those there are."""

@@ -18,7 +18,7 @@ from appliance.bench.report import Findings, Result, installed
 from appliance.bench.runner import BenchContext, BenchError, BenchUseError
 from appliance.bench.served import scratch_folder
 from appliance.bench.statistics import spread
-from appliance.config import ApplianceConfig
+from appliance.config import ApplianceConfig, quieten_compiler
 from appliance.plan_report import padding
 from appliance.planning import plans_by_format
 from pallas_kernels.platform import find_gpu_compiler
@@ -67,6 +67,7 @@ def run(context: BenchContext, *, target: str, only: str | None, threads: int) -
         raise BenchUseError(str(error)) from error
     if found.platform != "cuda":
         raise BenchUseError(f"--target {target} is no GPU; this bench compiles for cards")
+    quieten_compiler()
     find_gpu_compiler()
     from pallas_kernels.compiled import missing  # noqa: PLC0415 - loads jax
 

@@ -17,7 +17,7 @@ from jax import Array
 from appliance.bench.kernels_checks import Check, Checked, check_attention, check_pools, check_samples
 from appliance.bench.kernels_data import layers_of, normal, random_pool, random_table
 from appliance.bench.kernels_static import LONG_CONTEXT
-from pallas_kernels.kv_layout import BLOCK, bitmask_page_bytes, int8_page_bytes, recent_bytes
+from pallas_kernels.kv_layout import BASE_BITS, BLOCK, bitmask_page_bytes, int8_page_bytes, recent_bytes
 from pallas_kernels.page_write import cases as write_cases
 from pallas_kernels.page_write import examine as write_examine
 from pallas_kernels.page_write import op as write_op
@@ -45,7 +45,6 @@ WAYS = {"greedy": {"temperature": 0.0}, "top-k-top-p": {"top_k": 50, "top_p": 0.
 """How all rows of a launch of sample are sampled; what is not named is off."""
 _SPREAD = 4.0  # of logits: a model's hundreds of likeliest ids have nearly all of the probability
 
-_BASE_BITS = {"bmq4": 4, "bmq2": 2}
 _BF16_BYTES, _FLOAT_BYTES = 2, 4
 
 Yardstick = Literal["of copy bandwidth", "of what a copy writes", "of the product's operations"]
@@ -89,7 +88,7 @@ def of_decode(case: decode_cases.DecodeCase, pool_bytes: int, *, interpret: bool
     heads, lengths = case.heads, np.array(case.lengths, np.int32)
     shapes = decode_examine.arguments(case, len(lengths), heads.kv_heads, 1)
     stored = sum(decode_examine.history_bytes(case, length) for length in case.lengths)
-    if case.kv_format in _BASE_BITS:
+    if case.kv_format in BASE_BITS:
         stored += len(lengths) * recent_bytes(heads.head_dim)
     vectors = len(lengths) * 2 * (heads.q_heads + heads.kv_heads) * heads.head_dim * _BF16_BYTES
     return _attention(
@@ -216,7 +215,7 @@ def _row_bytes(case: write_cases.WriteCase, length: int) -> float:
     """Bytes that so many new positions of a row write on an average, for one key/value head."""
     head_dim = case.heads.head_dim
     vectors = 2 * head_dim * _BF16_BYTES
-    if base_bits := _BASE_BITS.get(case.kv_format):
+    if base_bits := BASE_BITS.get(case.kv_format):
         kept = sum(min(length, end % BLOCK) for end in range(BLOCK)) / BLOCK
         return length / BLOCK * bitmask_page_bytes(BLOCK, head_dim, base_bits) + kept * vectors
     return int8_page_bytes(length, head_dim) if case.kv_format == "int8" else length * vectors

@@ -74,7 +74,7 @@ def answers(
     )
     gateway = greedy_gateway([one.ids for one in asked], NEW_TOKENS)
     vocab = plan.architecture.vocab
-    engine = Engine(weights, empty_state(plan), program_set(programs), scheduler, gateway, vocab=vocab)
+    engine = Engine(weights, empty_state(programs), program_set(programs), scheduler, gateway, vocab=vocab)
     found: list[bool] = []
     for one, ids in zip(asked, run_to_end(engine, gateway, progress), strict=True):
         decoder = codec.decoder()

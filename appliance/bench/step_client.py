@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from appliance.bench.runner import BenchError
+from appliance.host.address import socket_address
 from appliance.host.segments import SegmentAllocator, SegmentFile, SegmentRange
 from appliance.host.wire import (
     MAX_PACKET_BYTES,
@@ -59,7 +60,8 @@ class MixClient:
         self.finished = 0
         """Requests that ended as they should."""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-        self._socket.connect(str(path))
+        with socket_address(path) as address:
+            self._socket.connect(address)
         self._socket.setblocking(False)  # noqa: FBT003 - the only signature it has
         self._socket.send(encode(Attach(worker=0, pid=0, first_segment=0, num_segments=segments.count)))
 

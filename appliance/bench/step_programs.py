@@ -69,7 +69,7 @@ def null_device(plan: Plan, progress: Callable[[int, int], None]) -> NullDevice:
     weights, state = jax.tree.map(lambda leaf: _shortened(leaf, place), whole)
     loaded: dict[Bucket, jax.stages.Compiled] = {}
     aliased = True
-    buckets = plan.buckets()
+    buckets = [bucket for bucket in plan.buckets() if bucket.phase is not Phase.EMPTY]
     for done, bucket in enumerate(buckets, 1):
         host = jax.tree.map(lambda leaf: _on(leaf, place), host_shapes(bucket, plan.architecture.vocab))
         loaded[bucket], kept = _compiled(bucket, weights, state, host, place)

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
+from appliance.host.address import socket_address
 from appliance.host.wire import MAX_PACKET_BYTES, ToEngine, ToWorker, WireError, decode_to_worker, encode
 
 
@@ -130,7 +131,8 @@ def connect(path: Path) -> socket.socket:
     peer.setblocking(False)  # noqa: FBT003 - the only signature it has
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * MAX_PACKET_BYTES)
     try:
-        peer.connect(str(path))
+        with socket_address(path) as address:
+            peer.connect(address)
     except OSError as error:
         peer.close()
         # clients of the API read this: the socket's name, and not where it is

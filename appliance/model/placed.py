@@ -12,8 +12,9 @@ import numpy as np
 from appliance.model.energy import read_energy
 from appliance.model.record import weights_folder
 from appliance.model.store import restore
+from pallas_kernels.kv_layout import BASE_BITS
 from planner.decoder import QUERY_ENERGY
-from planner.kv import BASE_BITS, energy_shape
+from planner.kv import energy_shape
 from planner.plan import Plan
 from planner.program import serving_devices
 from planner.sharding import Placement, column_order, place_energy, place_weight, spec_of

@@ -10,13 +10,11 @@ import jax.numpy as jnp
 
 from pallas_kernels.card import Card
 from pallas_kernels.compiled import KernelCode, ProgramMemory, Shapes, compile_kernel, program_memory
-from pallas_kernels.kv_layout import BLOCK, RECENT, BitmaskLayout, int8_page_words
+from pallas_kernels.kv_layout import BASE_BITS, BLOCK, RECENT, BitmaskLayout, int8_page_words
 from pallas_kernels.page_write.cases import WriteCase
 from pallas_kernels.page_write.pallas import page_write
 from pallas_kernels.pages import BitmaskPages, Int8Pages, Pages
 from pallas_kernels.rows import Rows
-
-_BASE_BITS = {"bmq4": 4, "bmq2": 2}
 
 
 def code(case: WriteCase, card: Card) -> KernelCode:
@@ -27,7 +25,7 @@ def code(case: WriteCase, card: Card) -> KernelCode:
     Raises:
         CompileError: it cannot be compiled here, or not at all.
     """
-    kernel = "page_write_blocks" if case.kv_format in _BASE_BITS else "page_write"
+    kernel = "page_write_blocks" if case.kv_format in BASE_BITS else "page_write"
     return compile_kernel(card, kernel, _write, *shapes(case))
 
 
@@ -65,7 +63,7 @@ def _pool(case: WriteCase, slots: int) -> Shapes:
         return jax.eval_shape(
             lambda: Int8Pages(jnp.zeros((*before, int8_page_words(case.page_size, head_dim)), jnp.int32))
         )
-    if base_bits := _BASE_BITS.get(case.kv_format):
+    if base_bits := BASE_BITS.get(case.kv_format):
         words = (*before, case.page_size // BLOCK, BitmaskLayout(head_dim, base_bits).words)
         recent = (case.layers, slots, case.heads.kv_heads, 2, RECENT, head_dim)
         return jax.eval_shape(lambda: BitmaskPages(jnp.zeros(words, jnp.int32), jnp.zeros(recent, jnp.bfloat16)))

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from pallas_kernels.card import Card
 from pallas_kernels.compiled import KernelCode, compile_kernel
 from pallas_kernels.kv_layout import (
+    BASE_BITS,
     BLOCK,
     RECENT,
     SINKS,
@@ -35,7 +36,6 @@ WIDE_POOL = 2**31 + 1
 
 _QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # it runs once
 _Pool = TypeVar("_Pool")
-_BASE_BITS = {"bmq4": 4, "bmq2": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ def code(case: DecodeCase, card: Card) -> KernelCode:
 
 def kernel_name(case: DecodeCase) -> str:
     """The name of the ``pallas_call`` that a case is."""
-    if case.kv_format in _BASE_BITS:
+    if case.kv_format in BASE_BITS:
         return "paged_decode_bitmask"
     return "paged_decode_int8" if case.kv_format == "int8" else "paged_decode"
 
@@ -95,7 +95,7 @@ def traffic(case: DecodeCase) -> Bytes:
     jax.effects_barrier()
     splits = tile.splits if isinstance(tile, pallas.Tiling) else tile.shares.splits
     vectors = (2 * group + 2) * head_dim * q.dtype.itemsize  # queries, new key and value, result
-    beside = recent_bytes(head_dim) if case.kv_format in _BASE_BITS else 0
+    beside = recent_bytes(head_dim) if case.kv_format in BASE_BITS else 0
     merged = vectors + beside + splits * group * (head_dim + 2) * 4  # what the merge reads again, and the result
     return Bytes(
         moved=watch.read_bytes + watch.written_bytes + merged,
@@ -106,17 +106,17 @@ def traffic(case: DecodeCase) -> Bytes:
 def history_bytes(case: DecodeCase, length: int) -> int:
     """Bytes of what the newest token of a slot attends to in pages, for one key/value head, in the pool's format."""
     head_dim, seen = case.heads.head_dim, min(length, case.window - 1) if case.window else length
-    if case.kv_format in _BASE_BITS:
+    if case.kv_format in BASE_BITS:
         blocks = length // BLOCK - max(length - seen, SINKS) // BLOCK
-        return blocks * bitmask_page_bytes(BLOCK, head_dim, _BASE_BITS[case.kv_format])
+        return blocks * bitmask_page_bytes(BLOCK, head_dim, BASE_BITS[case.kv_format])
     return int8_page_bytes(seen, head_dim) if case.kv_format == "int8" else 2 * seen * head_dim * 2
 
 
 def tile_of(case: DecodeCase) -> pallas.Tiling | pallas_int8.Int8Tiling | pallas_bitmask.BitmaskTiling:
     """The sizes that a case is launched with."""
     slots, heads, context = len(case.lengths), case.heads, case.width * case.page_size
-    if case.kv_format in _BASE_BITS:
-        layout = BitmaskLayout(heads.head_dim, _BASE_BITS[case.kv_format])
+    if case.kv_format in BASE_BITS:
+        layout = BitmaskLayout(heads.head_dim, BASE_BITS[case.kv_format])
         return pallas_bitmask.tiling(slots, heads.q_heads, heads.kv_heads, context, layout)
     tiling = pallas_int8.tiling if case.kv_format == "int8" else pallas.tiling
     return tiling(slots, heads.q_heads, heads.kv_heads, heads.head_dim, context)
@@ -148,8 +148,8 @@ def arguments(
     if case.kv_format == "int8":
         words = jax.ShapeDtypeStruct((*pool, int8_page_words(case.page_size, head_dim)), jnp.int32)
         return (q, k, v, _pool(Int8Pages, words), *rest)
-    if case.kv_format in _BASE_BITS:
-        block_words = BitmaskLayout(head_dim, _BASE_BITS[case.kv_format]).words
+    if case.kv_format in BASE_BITS:
+        block_words = BitmaskLayout(head_dim, BASE_BITS[case.kv_format]).words
         words = jax.ShapeDtypeStruct((*pool, case.page_size // BLOCK, block_words), jnp.int32)
         kept = jax.ShapeDtypeStruct((layers, slots, kv_heads, 2, RECENT, head_dim), jnp.bfloat16)
         return (q, k, v, _pool(BitmaskPages, words, kept), *rest)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.card import Card
 from pallas_kernels.compiled import KernelCode, compile_kernel
-from pallas_kernels.kv_layout import BLOCK, RECENT, BitmaskLayout, int8_page_words
+from pallas_kernels.kv_layout import BASE_BITS, BLOCK, RECENT, BitmaskLayout, int8_page_words
 from pallas_kernels.paged_prefill import op, pallas, pallas_bitmask, pallas_int8
 from pallas_kernels.paged_prefill.cases import PrefillCase
 from pallas_kernels.pages import BitmaskPages, Int8Pages, Pages
@@ -21,7 +21,6 @@ from pallas_kernels.rows import Rows
 AnyTiling = pallas.Tiling | pallas_int8.Int8Tiling
 
 SCALE = 0.125
-_BASE_BITS = {"bmq4": 4, "bmq2": 2}
 WIDE_POOL = 2**31 + 1
 """Elements from which on a pool is addressed by 64-bit numbers, as the pools of most plans are."""
 
@@ -97,8 +96,8 @@ def shapes(case: PrefillCase, layers: int) -> tuple[jax.ShapeDtypeStruct | Pages
     pages: Any = bf16((*pool, 2, case.page_size, head_dim))  # a pool of shapes in place of arrays
     if case.kv_format == "int8":
         pages = Int8Pages(*[int32((*pool, int8_page_words(case.page_size, head_dim)))])
-    elif case.kv_format in _BASE_BITS:
-        words = int32((*pool, case.page_size // BLOCK, BitmaskLayout(head_dim, _BASE_BITS[case.kv_format]).words))
+    elif case.kv_format in BASE_BITS:
+        words = int32((*pool, case.page_size // BLOCK, BitmaskLayout(head_dim, BASE_BITS[case.kv_format]).words))
         pages = BitmaskPages(*[words, bf16((layers, rows, heads.kv_heads, 2, RECENT, head_dim))])
     return (
         bf16((case.tokens, heads.q_heads, head_dim)),

@@ -238,3 +238,15 @@ def test_the_engine_sees_as_many_devices_as_share_the_model(monkeypatch: pytest.
     environment = configuration.engine_environment(cards, tmp_path)
     assert environment["XLA_FLAGS"] == "--xla_cpu_max_isa=AVX2"
     assert "JAX_PLATFORMS" not in environment
+
+
+@pytest.mark.parametrize(("limit", "share"), [(None, "0.9748"), (40_000, "0.4929")])
+def test_xla_takes_what_the_memory_plan_counts_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, limit: int | None, share: str
+) -> None:
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+    card = made(gpu={"memory_limit_mb": limit}, engine={"target": "a100_sxm_80"})
+    environment = configuration.engine_environment(card, tmp_path)
+    assert environment["XLA_CLIENT_MEM_FRACTION"] == share
+    assert environment["XLA_PYTHON_CLIENT_PREALLOCATE"] == "true"
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in environment

@@ -10,6 +10,7 @@ import pytest
 
 from appliance.gateway_engine import EngineGateway, GatewayError
 from appliance.host import wire
+from appliance.host.channel import connect
 from appliance.host.segments import SegmentFile
 from tests.support.engine_loop import EngineLoop
 from tests.support.gateway_pair import STRIDE
@@ -215,12 +216,22 @@ def test_unread_logprobs_are_bounded(tmp_path: Path) -> None:
         engine.gateway.close(flush_s=0.0)
 
 
-def test_a_socket_path_that_is_too_long_is_named(tmp_path: Path) -> None:
+def test_a_run_directory_may_be_deeper_than_a_socket_address_is_long(tmp_path: Path) -> None:
+    folder = tmp_path / ("x" * 120) / ("y" * 120)
+    folder.mkdir(parents=True)
+    with SegmentFile.create("long", 1, STRIDE, tmp_path) as segments:
+        gateway = EngineGateway(folder / "engine.sock", segments, 1)
+        connect(folder / "engine.sock").close()
+        gateway.close()
+        assert list(folder.iterdir()) == []
+
+
+def test_a_socket_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     with (
-        SegmentFile.create("long", 1, STRIDE, tmp_path) as segments,
-        pytest.raises(GatewayError, match=r"at most 107\).*choose another paths.run"),
+        SegmentFile.create("none", 1, STRIDE, tmp_path) as segments,
+        pytest.raises(GatewayError, match=r"engine socket .*/none/engine.sock: No such file.*choose another paths.run"),
     ):
-        EngineGateway(tmp_path / ("x" * 120), segments, 1)
+        EngineGateway(tmp_path / "none" / "engine.sock", segments, 1)
 
 
 def test_the_socket_is_private(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("quick")
 def test_the_document_of_an_a100(run: Callable[..., Result]) -> None:
     document = json.loads(run(*A100, "--json").stdout)
-    assert (document["programs"], document["devices"], document["kv_format"]) == (34, 1, "bf16")
+    assert (document["programs"], document["devices"], document["kv_format"]) == (35, 1, "bf16")
     assert document["parameters"] == 8_030_261_248
     memory = document["memory"]
     assert memory["fits"]

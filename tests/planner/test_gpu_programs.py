@@ -61,6 +61,22 @@ def test_a_program_compiles_and_holds_the_pool_once(kv_format, phase):
 
 
 @needs_compiler
+@pytest.mark.parametrize("kv_format", [KvFormat.BF16, KvFormat.BMQ4])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_an_empty_state_is_made_where_it_lies(kv_format, devices):
+    plan = make_plan(
+        SMALL, target="a100_sxm_80", weight_form=WeightForm.BF16, kv_format=kv_format, context=0, slots=32,
+        prefill_chunk=128, prefill_slots=2, page_size=128, kv_bytes=0, implementation="pallas", devices=devices,
+    )  # fmt: skip
+    program = compile_program(plan, Bucket(Phase.EMPTY, 32, 1, 1))
+    memory, cost = memory_plan(plan), program.cost
+    held = memory.pages_bytes + memory.slots_bytes
+    assert (cost.num_arguments, cost.argument_bytes) == (0, 0)
+    assert 0 <= cost.output_bytes - held < 4096
+    assert cost.temp_bytes < 4096
+
+
+@needs_compiler
 @pytest.mark.parametrize(
     ("context_devices", "exchanges"), [(1, {"all-reduce": 5}), (2, {"all-reduce": 7, "reduce-scatter": 2})]
 )
@@ -91,6 +107,17 @@ def test_no_weights_are_copied_before_they_are_multiplied():
     smallest = 8192 * 10 * 128 * 2  # bytes of a layer's qkv on one card
     assert program.cost.temp_bytes < smallest
     assert program.cost.num_arguments == 2 * 6 + 3 + 4 + 2
+
+
+@needs_compiler
+def test_nothing_is_computed_twice_for_want_of_memory():
+    plan = make_plan(
+        LARGE, target="a100_sxm_80", weight_form=WeightForm.BF16, kv_format=KvFormat.BF16, context=0, slots=64,
+        prefill_chunk=128, prefill_slots=2, page_size=128, kv_bytes=64 << 30, implementation="pallas",
+    )  # fmt: skip
+    assert memory_plan(plan).pages_bytes > 0.75 * find_card("a100_sxm_80").memory_bytes
+    text = compile_program(plan, Bucket(Phase.DECODE, 4, 1, plan.table_width)).executable.as_text()
+    assert ".remat" not in text
 
 
 def test_a_pool_for_a_gpu_holds_numbers_and_one_for_a_cpu_bits():

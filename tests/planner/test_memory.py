@@ -14,7 +14,6 @@ from planner.buckets import Bucket, Phase
 from planner.catalogue import find_architecture
 from planner.formats import KvFormat, WeightForm
 from planner.memory import (
-    CUT_AXES,
     LENGTHS,
     MemoryPlanError,
     check,
@@ -27,7 +26,6 @@ from planner.memory import (
 from planner.pages import PagePool
 from planner.plan import Plan, make_plan, with_pool
 from planner.program import host_shapes
-from planner.sharding import AXES, CONTEXT, MODEL
 from planner.target import find_target
 
 GIB = 1 << 30
@@ -76,10 +74,6 @@ def test_what_a_slot_keeps_and_the_energies_go_with_the_heads_of_pages():
     bare = memory_plan(plan_of())
     assert one.weights_bytes - bare.weights_bytes == 4 * 2 * 4 * 16
     assert four.weights_bytes - memory_plan(plan_of(devices=4)).weights_bytes == 4 * 2 * 16
-
-
-def test_axes_are_cut_as_the_sharding_table_says():
-    assert {axis for axis, mesh in AXES.items() if set(mesh) == {MODEL, CONTEXT}} == CUT_AXES
 
 
 def test_the_reserve_and_the_workspace_of_a_gpu():

@@ -66,7 +66,7 @@ def test_slots(slots, sizes):
     assert plan_of(slots=slots).lattice.decode_slots == sizes
 
 
-def test_every_bucket_once_and_the_one_that_sets_a_slot():
+def test_every_bucket_once_and_those_that_are_no_steps():
     plan = plan_of(slots=2, prefill_chunk=64, prefill_slots=48)
     assert plan.buckets() == (
         Bucket(Phase.DECODE, 1, 1, 32),
@@ -74,6 +74,7 @@ def test_every_bucket_once_and_the_one_that_sets_a_slot():
         Bucket(Phase.PREFILL, 32, 32, 32),
         Bucket(Phase.PREFILL, 48, 64, 32),
         Bucket(Phase.SET_SLOT, 2, 1, 1),
+        Bucket(Phase.EMPTY, 2, 1, 1),
     )
 
 

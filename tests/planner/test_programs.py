@@ -34,7 +34,7 @@ def num_bytes(tree) -> int:
 
 def test_progress_names_every_program_once(built_store):
     calls, names = built_store.calls, {bucket.name for bucket in built_store.plan.buckets()}
-    assert [call[:2] for call in calls] == [(done, 3) for done in (1, 2, 3)]
+    assert [call[:2] for call in calls] == [(done, 4) for done in (1, 2, 3, 4)]
     assert {call[2] for call in calls} == names
     assert tuple(built_store.programs) == built_store.plan.buckets()
 
@@ -64,7 +64,9 @@ def test_idle_arguments_run_every_program_and_write_nothing(built_store):
     weights = {n: np.zeros(s.shape, s.dtype) for n, s in weight_specs(plan.architecture, plan.weight_form).items()}
     weights = jax.device_put(weights)
     for bucket, program in built_store.programs.items():
-        state = empty_state(plan)
+        if bucket.phase is Phase.EMPTY:
+            continue
+        state = empty_state(built_store.programs)
         pages = state.pages
         if bucket.phase is Phase.SET_SLOT:
             state = program(state, *idle_arguments(plan, bucket))
@@ -76,14 +78,26 @@ def test_idle_arguments_run_every_program_and_write_nothing(built_store):
         assert all(not np.asarray(leaf).any() for leaf in state)
 
 
+def test_an_empty_state_is_made_by_a_program_of_the_store(built_store):
+    plan = built_store.plan
+    program = next(p for b, p in built_store.programs.items() if b.phase is Phase.EMPTY)
+    memory, state = memory_plan(plan), program()
+    assert jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state) == state_shapes(plan)
+    assert all(not np.asarray(leaf).any() for leaf in jax.tree.leaves(state))
+    assert (program.cost.num_arguments, program.cost.argument_bytes, program.cost.temp_bytes) == (0, 0, 0)
+    assert 0 <= program.cost.output_bytes - memory.pages_bytes - memory.slots_bytes < 1_000
+    with pytest.raises(TypeError):
+        program(state)
+
+
 def test_a_program_refuses_other_shapes_and_dtypes(built_store):
     plan = built_store.plan
     bucket, program = next((b, p) for b, p in built_store.programs.items() if b.phase is Phase.SET_SLOT)
     slot, counts, bias = idle_arguments(plan, bucket)
     with pytest.raises(TypeError, match=re.escape("float32[79]")):
-        program(empty_state(plan), slot, counts, bias[:-1])
+        program(empty_state(built_store.programs), slot, counts, bias[:-1])
     with pytest.raises(TypeError, match="int32"):
-        program(empty_state(plan), slot, counts, bias.astype(np.int32))
+        program(empty_state(built_store.programs), slot, counts, bias.astype(np.int32))
 
 
 @pytest.mark.parametrize("kv_format", [KvFormat.FLOAT32, KvFormat.BF16])

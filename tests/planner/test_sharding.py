@@ -1,6 +1,8 @@
 """The table of axes, the order of columns, and what a device holds of a context, against statements without arrays."""
 
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
+from pallas_kernels.kv_layout import BASE_BITS
 from planner.architecture import ModelArchitecture
+from planner.axes import CONTEXT
 from planner.formats import KvFormat, WeightForm
-from planner.kv import BASE_BITS
 from planner.pages import PagePool
 from planner.plan import Plan, make_plan
 from planner.program import numerics_of, placed_weight_specs, serving_devices, state_shapes, state_specs, weight_shapes
-from planner.sharding import CONTEXT, DevicesError, Spread, column_order, held_part, part_of, pool_axes
+from planner.sharding import DevicesError, Spread, column_order, held_part, part_of, pool_axes
 from planner.weights import weight_specs
 
 MODEL = ModelArchitecture(
@@ -130,6 +133,34 @@ def test_a_device_holds_its_shards_in_order(devices, shard, width, rows):
             assert begins[device, row] == (table[row, 0] // 40 % devices == device)
             kept = [page - 40 * device if page // 40 == device else 40 for page in table[row].tolist()]
             assert written[device, row].tolist() == kept
+
+
+CARD = {"platform": "gpu", "device_kind": "NVIDIA A100-SXM4-80GB", "compute_capability": "8.0"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "given", "message"),
+    [
+        ({}, None, ""),
+        ({}, 83_000_000_000, ""),
+        (
+            {"device_kind": "NVIDIA H200", "compute_capability": "9.0"}, 150_000_000_000,
+            "NVIDIA A100-SXM4-80GB of compute capability 8.0; GPU 1 here is NVIDIA H200 of 9.0: take programs that",
+        ),
+        (
+            {"device_kind": "NVIDIA A100-SXM4-40GB"}, 1_000_000,
+            r"the plan takes \d+ bytes of a GPU, and GPU 1 here, NVIDIA A100-SXM4-40GB, gives 1000000: take",
+        ),
+    ],
+)  # fmt: skip
+def test_only_cards_like_those_of_the_target_serve(monkeypatch, changes, given, message):
+    plan = replace(plan_of(devices=2), target="a100_sxm_80")
+    good = SimpleNamespace(id=0, memory_stats=lambda: None, **CARD)
+    other = SimpleNamespace(id=1, memory_stats=lambda: given and {"bytes_limit": given}, **{**CARD, **changes})
+    unused = SimpleNamespace(id=2, memory_stats=lambda: {"bytes_limit": 0}, **CARD)
+    monkeypatch.setattr(jax, "devices", lambda: [good, other, unused])
+    with pytest.raises(DevicesError, match=message) if message else nullcontext():
+        assert serving_devices(plan) == [good, other, unused]
 
 
 def test_a_plan_for_cards_does_not_serve_on_a_cpu():

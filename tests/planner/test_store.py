@@ -21,10 +21,8 @@ from planner.formats import WeightForm
 from planner.memory import MemoryPlanError
 from planner.plan import program_key
 from planner.program import empty_state, idle_arguments
-from planner.signing import public_pem
+from planner.signing import MANIFEST, SIGNATURE, public_pem
 from planner.store import (
-    MANIFEST,
-    SIGNATURE,
     StoreError,
     StoreMismatchError,
     StoreMissingError,
@@ -74,9 +72,11 @@ plan = Plan.from_json(json.loads(plan_file.read_text()))
 store = open_store(directory, plan, public_key(key_file.read_bytes()))
 programs = {program.bucket: program for program in store.load_all()}
 weights = jax.device_put(dict(np.load(weights_file)))
-state = empty_state(plan)
+state = empty_state(programs)
 ids = []
 for bucket, program in programs.items():
+    if bucket.phase == "empty":
+        continue
     arguments = idle_arguments(plan, bucket)
     if bucket.phase == "set_slot":
         state = program(state, *arguments)
@@ -107,9 +107,9 @@ def test_another_process_runs_the_programs_and_compiles_nothing(built_store, tmp
     answer = json.loads(done.stdout.splitlines()[-1])
     assert answer["listening"], "a compilation would have been heard"
     assert answer["compiled"] == []
-    state, here = empty_state(plan), []
+    state, here = empty_state(built_store.programs), []
     for bucket, program in built_store.programs.items():
-        if bucket.phase is not Phase.SET_SLOT:
+        if bucket.phase not in (Phase.SET_SLOT, Phase.EMPTY):
             state, out = program(weights, state, *idle_arguments(plan, bucket))
             here.append(np.asarray(out.ids).tolist())
     assert answer["ids"] == here
@@ -429,9 +429,9 @@ class TestBuilding:
 
     def test_a_current_store_is_left_alone(self, built_store, copy):
         report = self.build(built_store, copy)
-        assert (report.programs, report.compiled, self.compiled) == (3, 0, [])
+        assert (report.programs, report.compiled, self.compiled) == (4, 0, [])
         forced = self.build(built_store, copy, force=True)
-        assert (forced.programs, forced.compiled, len(self.compiled)) == (3, 3, 3)
+        assert (forced.programs, forced.compiled, len(self.compiled)) == (4, 4, 4)
         assert replace(forced, compiled=0) == report, "both tell the same of the same store"
         assert report.total_bytes == sum(path.stat().st_size for path in copy.iterdir())
         assert report.memory.workspace_bytes > 0
@@ -449,7 +449,7 @@ class TestBuilding:
                 (copy / SIGNATURE).unlink()
             case "other plan":
                 edit_manifest(copy, built_store.key, lambda document: document.update(plan_sha256=""))
-        assert self.build(built_store, copy).compiled == 3
+        assert self.build(built_store, copy).compiled == 4
         opened(built_store, copy).verify()
 
     def test_a_build_that_was_cut_off_goes_on(self, built_store, tmp_path):
@@ -463,8 +463,8 @@ class TestBuilding:
         with pytest.raises(KeyboardInterrupt):
             build(built_store.plan, tmp_path / "new", built_store.key, stop)
         report = build(built_store.plan, tmp_path / "new", built_store.key, lambda *told_: told.append(told_[:2]))
-        assert (report.programs, report.compiled) == (3, 1)
-        assert told == [(1, 3), (2, 3), (3, 3)]
+        assert (report.programs, report.compiled) == (4, 2)
+        assert told == [(1, 4), (2, 4), (3, 4), (4, 4)]
         assert self.compiled == list(built_store.plan.buckets())
 
     def test_programs_that_hold_the_pool_twice_are_no_store(self, built_store, tmp_path, monkeypatch):

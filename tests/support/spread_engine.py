@@ -8,11 +8,12 @@ import numpy as np
 from appliance.engine import Engine
 from appliance.engine_ports import Arrival
 from appliance.wiring import program_set
+from pallas_kernels.kv_layout import BASE_BITS
 from planner.architecture import ModelArchitecture
 from planner.build import compile_all
 from planner.decoder import QUERY_ENERGY
 from planner.formats import KvFormat, WeightForm
-from planner.kv import BASE_BITS, energy_shape
+from planner.kv import energy_shape
 from planner.pages import PagePool
 from planner.plan import Plan, make_plan
 from planner.program import empty_state, serving_devices
@@ -78,7 +79,7 @@ def answers(plan: Plan, prompts: Sequence[Sequence[int]], new_tokens: int, seed:
     pool = PagePool(plan.num_pages, plan.page_size, plan.context_devices, plan.shard_pages)
     settings = SchedulerSettings(plan.prefill_budget, share_prompts=plan.kv_format not in BASE_BITS)
     scheduler, gateway = Scheduler(plan.lattice, pool, settings), ListGateway()
-    engine = Engine(weights, empty_state(plan), program_set(programs), scheduler, gateway, vocab=arch.vocab)
+    engine = Engine(weights, empty_state(programs), program_set(programs), scheduler, gateway, vocab=arch.vocab)
     sampling = Sampling(max_tokens=new_tokens, temperature=0.0, top_logprobs=20)
     for key, prompt in enumerate(prompts):
         stream = Stream(key, f"r{key}", "t", list(prompt), len(prompt), sampling, arrival_s=0.0)

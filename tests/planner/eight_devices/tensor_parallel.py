@@ -12,7 +12,6 @@ from planner.memory import memory_plan
 from planner.program import (
     compile_program,
     deserialise,
-    empty_state,
     idle_arguments,
     placed_weight_specs,
     serialise,
@@ -61,11 +60,14 @@ def test_ids_and_probabilities_are_those_of_one_device(on_one, devices, architec
 
 def test_programs_of_several_devices_are_saved_and_loaded():
     plan = plan_of(FEW, devices=4)
-    bucket = next(bucket for bucket in plan.buckets() if bucket.phase is Phase.SET_SLOT)
-    made = compile_program(plan, bucket)
-    loaded = deserialise(plan, bucket, made.cost, serialise(made))
-    _, counts, bias = idle_arguments(plan, bucket)
-    state = loaded(empty_state(plan), np.int32(1), counts + 3, bias)
+    loaded = {}
+    for bucket in plan.buckets():
+        if bucket.phase in (Phase.SET_SLOT, Phase.EMPTY):
+            made = compile_program(plan, bucket)
+            loaded[bucket.phase] = deserialise(plan, bucket, made.cost, serialise(made))
+    set_slot = loaded[Phase.SET_SLOT]
+    _, counts, bias = idle_arguments(plan, set_slot.bucket)
+    state = set_slot(loaded[Phase.EMPTY](), np.int32(1), counts + 3, bias)
     assert np.asarray(state.counts).tolist() == [[0] * 160, [3] * 160]
     assert {shard.device for shard in state.pages.addressable_shards} == set(jax.devices()[:4])
     assert state.pages.addressable_shards[0].data.shape[2] == plan.served.kv_heads // 4
@@ -90,4 +92,4 @@ def test_a_device_holds_what_the_memory_plan_says(kv_format, context_devices):
 def test_a_plan_for_more_devices_than_there_are_is_refused():
     plan = replace(plan_of(replace(MODEL, kv_heads=16), devices=8), devices=16)
     with pytest.raises(DevicesError, match="the plan has 16 devices and this process has 8: plan for fewer"):
-        empty_state(plan)
+        compile_program(plan, plan.buckets()[-1])
