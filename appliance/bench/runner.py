@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 TRAVELLING = ("build", "kernels", "kv-quality", "start", "step")
 """Benches that are part of the package."""
-CHECKOUT = ("parity", "peers", "soak")
+CHECKOUT = ("old-stack", "parity", "peers", "soak")
 """Benches that need a checkout of the project."""
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -107,10 +107,11 @@ def find(name: str, root: Path = ROOT) -> Bench:
     if name not in CHECKOUT:
         known = ", ".join((*TRAVELLING, *CHECKOUT))
         raise BenchUseError(f"there is no bench {name!r}; the benches are {known}")
-    file = root / "tests" / "bench" / f"{name}.py"
+    module = name.replace("-", "_")
+    file = root / "tests" / "bench" / f"{module}.py"
     if not file.is_file():
         raise BenchUseError(f"the bench {name} needs a checkout of the project: {file} does not exist; run it from one")
-    return cast("Bench", _module(file, f"tests.bench.{name}", root))
+    return cast("Bench", _module(file, f"tests.bench.{module}", root))
 
 
 def _module(file: Path, dotted: str, root: Path) -> ModuleType:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,6 +121,7 @@ def serving(
     config: ApplianceConfig,
     overrides: Mapping[str, Mapping[str, object]] | None = None,
     clock: Callable[[], float] = time.monotonic,
+    command: Sequence[str] | None = None,
 ) -> Generator[Served]:
     """Start the appliance, wait until it is ready, give it, and end it.
 
@@ -128,6 +129,7 @@ def serving(
         config: the configuration it starts from.
         overrides: section -> key -> value on top of it.
         clock: monotonic seconds.
+        command: what to start in place of ``zccp serve --config``; the path of the configuration is appended.
 
     Raises:
         BenchError: it ended or was not ready in time; the message has the end of its log.
@@ -136,10 +138,10 @@ def serving(
         port = free_port()
         file, log = scratch / "config.yaml", scratch / "log"
         file.write_text(json.dumps(bench_document(config, scratch, port, overrides or {})))
-        command = [sys.executable, "-m", "appliance.cli", "serve", "--config", str(file)]
+        command = command or (sys.executable, "-m", "appliance.cli", "serve", "--config")
         with log.open("wb") as sink:
             began_s = clock()
-            process = subprocess.Popen(command, stdout=sink, stderr=sink)  # noqa: S603 - our own program
+            process = subprocess.Popen([*command, str(file)], stdout=sink, stderr=sink)  # noqa: S603 - our own program
         url = f"http://127.0.0.1:{port}"
         try:
             wait_until_ready(process, f"{url}/health/ready", log, clock)
