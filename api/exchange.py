@@ -8,15 +8,17 @@ read: the task that works on it is then cancelled, which is how waiting, streami
 import asyncio
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from litestar.types import HTTPReceiveMessage, HTTPScope, Message, Receive, Scope, Send
 
 from api.errors import Shape, shape_of
-from api.ports import RequestRecord, Tenant
+from api.ports import Finished, RequestPhase, RequestRecord, Tenant
 from api.settings import ApiSettings, Clock
+from api.trace import trace_of
 
 CLIENT_LEFT = "client left"
 CLIENT_STUCK = "client does not read"
@@ -28,7 +30,6 @@ connection that is closed while bytes come in is reset, and the client may lose 
 
 _STATE_KEY = "exchange"
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
-_TRACEPARENT = re.compile(rb"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 @dataclass(slots=True)
@@ -36,11 +37,14 @@ class Tally:
     """Figures of one request as they come to be known; times in seconds on the monotonic clock."""
 
     stream: bool = False
+    model: str = ""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    submitted_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None
+    phases: list[RequestPhase] = field(default_factory=list[RequestPhase])
     finish_reasons: set[str] = field(default_factory=set[str])
     error: str = ""
 
@@ -70,7 +74,7 @@ class Exchange:
         "shape",
         "tally",
         "tenant",
-        "traceparent",
+        "trace",
     )
 
     def __init__(
@@ -80,7 +84,7 @@ class Exchange:
         self.route = route
         self.shape: Shape = shape_of(scope["path"], self.headers)
         self.request_id = self._matching(b"x-request-id", _REQUEST_ID) or fresh_id("req_")
-        self.traceparent = self._matching(b"traceparent", _TRACEPARENT)
+        self.trace = trace_of(self.header(b"traceparent"))
         self.tenant: Tenant | None = None
         self.tally = Tally()
         self.response_headers: list[tuple[bytes, bytes]] = [(b"x-request-id", self.request_id.encode())]
@@ -113,6 +117,26 @@ class Exchange:
     def on_close(self, clean_up: Callable[[], None]) -> None:
         """Have something released when the exchange ends, however it ends."""
         self._clean_up.append(clean_up)
+
+    @contextmanager
+    def phase(self, name: Literal["receive", "tokenise"]) -> Generator[None]:
+        """Time a part of the request."""
+        began_s = self._clock.monotonic()
+        try:
+            yield
+        finally:
+            took_s = self._clock.monotonic() - began_s
+            self.tally.phases.append(RequestPhase(name, began_s - self._started_s, took_s))
+
+    def was_in_engine(self, finished: Finished) -> None:
+        """Note how long the parts took that the engine knows of."""
+        began_s = (self.tally.submitted_s or self._started_s) - self._started_s
+        prefill_s, decode_s = began_s + finished.queue_s, began_s + finished.queue_s + finished.prefill_s
+        self.tally.phases += (
+            RequestPhase("queue", began_s, finished.queue_s),
+            RequestPhase("prefill", prefill_s, finished.prefill_s),
+            RequestPhase("decode", decode_s, finished.decode_s),
+        )
 
     async def receive(self) -> HTTPReceiveMessage:
         """The next message from the client."""
@@ -185,8 +209,12 @@ class Exchange:
         per_token = None
         if first is not None and last is not None and tally.completion_tokens > 1:
             per_token = (last - first) / (tally.completion_tokens - 1)
+        ended_s, phases = self._clock.monotonic(), list(tally.phases)
+        if tally.stream and first is not None:
+            phases.append(RequestPhase("stream", first - self._started_s, ended_s - first))
         return RequestRecord(
             request_id=self.request_id,
+            trace=self.trace,
             route=self.route,
             tenant=self.tenant.name if self.tenant else "",
             status=499 if self._given_up else self._status or 500,
@@ -197,7 +225,9 @@ class Exchange:
             completion_tokens=tally.completion_tokens,
             time_to_first_token_s=None if first is None else first - self._started_s,
             time_per_output_token_s=per_token,
-            duration_s=self._clock.monotonic() - self._started_s,
+            duration_s=ended_s - self._started_s,
+            phases=tuple(phases),
+            model=tally.model,
             error=self._given_up or tally.error,
         )
 

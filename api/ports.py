@@ -9,6 +9,8 @@ from typing import Any, Literal, Protocol
 
 from msgspec import Struct
 
+from api.trace import TraceContext
+
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
@@ -73,7 +75,7 @@ class Finished(Struct, frozen=True):
 
     ``stop_token_id`` is the id that ended it when ``reason`` is ``stop`` (it is not among the ``Tokens``);
     ``cached_tokens`` counts prompt ids whose keys and values were reused; ``error`` says what failed when ``reason``
-    is ``error``.
+    is ``error``. ``queue_s``, ``prefill_s`` and ``decode_s`` follow one another from submission on, in seconds.
     """
 
     choice: int
@@ -81,6 +83,9 @@ class Finished(Struct, frozen=True):
     stop_token_id: int | None = None
     cached_tokens: int = 0
     error: str = ""
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
 
 
 class Generation(Protocol):
@@ -247,13 +252,23 @@ class Quota(Protocol):
         ...
 
 
-class RequestRecord(Struct, frozen=True, kw_only=True):
-    """What one finished request was, for metrics and the log; never its text.
+class RequestPhase(Struct, frozen=True):
+    """A part of a request: when it began after the request's arrival, and how long it took; in seconds."""
 
-    Durations in seconds, None = never came.
+    name: Literal["receive", "tokenise", "queue", "prefill", "decode", "stream"]
+    began_s: float
+    took_s: float
+
+
+class RequestRecord(Struct, frozen=True, kw_only=True):
+    """What one finished request was, for metrics, the log and traces; never its text.
+
+    Durations in seconds, None = never came. ``phases`` are those that the request came to, in order; those in the
+    engine are of its first choice.
     """
 
     request_id: str
+    trace: TraceContext
     route: str
     tenant: str
     status: int
@@ -265,6 +280,8 @@ class RequestRecord(Struct, frozen=True, kw_only=True):
     time_to_first_token_s: float | None = None
     time_per_output_token_s: float | None = None
     duration_s: float = 0.0
+    phases: tuple[RequestPhase, ...] = ()
+    model: str = ""
     error: str = ""
 
 

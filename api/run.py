@@ -162,7 +162,10 @@ class Run:
                     if delta is not None:
                         yield delta
                     continue
-                self._exchange.tally.cached_tokens += event.cached_tokens if event.choice == 0 else 0
+                if event.choice == 0:
+                    self._exchange.tally.cached_tokens += event.cached_tokens
+                    if index == 0:
+                        self._exchange.was_in_engine(event)
                 delta, end = choice.finish(event)
                 if delta is not None:
                     yield delta
@@ -246,8 +249,10 @@ async def start(services: Services, exchange: Exchange, ask: Ask, prompts: Seque
     generations: list[Generation] = []
     run = Run(services, exchange, generations, choices, ask.num_choices)
     exchange.on_close(run.close)
+    tally.model = services.card.name
     if ask.max_tokens == 0:
         return run
+    tally.submitted_s = services.clock.monotonic()
     for prompt, room in zip(prompts, rooms, strict=True):
         limit = room if ask.max_tokens is None else min(room, ask.max_tokens)
         request = GenerationRequest(
@@ -259,7 +264,7 @@ async def start(services: Services, exchange: Exchange, ask: Ask, prompts: Seque
                 ask.sampling, max_tokens=limit, min_tokens=min(limit, ask.sampling.min_tokens)
             ),
             num_choices=ask.num_choices,
-            traceparent=exchange.traceparent,
+            traceparent=exchange.trace.traceparent,
         )
         generations.append(await _submit(services.generator, request))
     return run

@@ -153,6 +153,20 @@ class LogConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     log_prompts: Annotated[bool, _text("Reserved: prompts are never logged; only false is accepted.")] = False
 
 
+class TelemetryConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is told about single requests, beside their line in the log."""
+
+    otlp_endpoint: Annotated[
+        str, _text("Traces endpoint of a collector, as `http://localhost:4318/v1/traces`; empty = no traces are sent.")
+    ] = ""
+    trace_sample_ratio: Annotated[
+        float, _number(0, 1, "Share of traces sent of those that begin here; a caller's own choice is kept.")
+    ] = 1.0
+    slow_request_s: Annotated[
+        float, _number(0, 86_400, "Requests that take longer are logged as warnings, marked slow, s; 0 = none.")
+    ] = 60.0
+
+
 class PathsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where the appliance keeps things."""
 
@@ -173,6 +187,7 @@ class ApplianceConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     prediction: PredictionConfig = PredictionConfig()
     auth: AuthConfig = AuthConfig()
     log: LogConfig = LogConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
     paths: PathsConfig = PathsConfig()
 
     @property

@@ -9,6 +9,7 @@ import ipaddress
 import os
 import re
 from collections.abc import Callable, Mapping
+from importlib import util
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -20,6 +21,8 @@ from appliance.host.segments import MIN_STRIDE_BYTES, SHARED_MEMORY
 
 if TYPE_CHECKING:
     from appliance.config import ApplianceConfig
+
+_SECRET_OF_URL = re.compile(r"//([^/@]*)@")
 
 MAX_CHOICES = 8
 """Most choices of one request, each of which needs a segment of one worker."""
@@ -70,7 +73,19 @@ def host_problems(
             f" {config.keys_file}; make one with `zccp keys add`, listen on 127.0.0.1, or set"
             " auth.allow_unauthenticated_non_loopback: true"
         )
+    if config.telemetry.otlp_endpoint and not _is_installed("opentelemetry.exporter.otlp.proto.http"):
+        problems.append(
+            "telemetry.otlp_endpoint needs the packages of the extra otlp: install them with pip install 'zccp[otlp]',"
+            " or leave the endpoint out"
+        )
     return problems
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return util.find_spec(package) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def is_loopback(host: str) -> bool:
@@ -250,6 +265,24 @@ def _reference(config: "ApplianceConfig") -> str | None:
     return None
 
 
+def _collector(config: "ApplianceConfig") -> str | None:
+    endpoint = config.telemetry.otlp_endpoint
+    if not endpoint or _is_collector(endpoint):
+        return None
+    return (
+        f"telemetry.otlp_endpoint is {_SECRET_OF_URL.sub('//***@', endpoint)!r}; it must be the address of a collector"
+        " without user or password, as http://localhost:4318/v1/traces"
+    )
+
+
+def _is_collector(endpoint: str) -> bool:
+    try:
+        parts = urlsplit(endpoint)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and not parts.username
+    except ValueError:
+        return False
+
+
 def _paths(config: "ApplianceConfig") -> str | None:
     places = {"paths.home": config.home, "paths.run": config.run, "auth.keys_file": config.keys_file}
     for key, place in places.items():
@@ -281,13 +314,12 @@ def _origins(config: "ApplianceConfig") -> str | None:
 
 _RULES: tuple[Callable[["ApplianceConfig"], str | None], ...] = (
     _host, _origins, _segment_size, _segments_per_worker, _page_size, _prefill_chunk, _redis_url, _mask_patterns,
-    _reference, _aliases, _log_prompts, _paths,
+    _reference, _aliases, _log_prompts, _paths, _collector,
 )  # fmt: skip
 
 
 def plain(config: "ApplianceConfig") -> dict[str, object]:
     """The configuration as plain data with the password of the Redis URL hidden."""
     data: dict[str, dict[str, object]] = msgspec.to_builtins(config)
-    url = str(data["cache"]["redis_url"])
-    data["cache"]["redis_url"] = re.sub(r"//([^/@]*)@", "//***@", url)
+    data["cache"]["redis_url"] = _SECRET_OF_URL.sub("//***@", str(data["cache"]["redis_url"]))
     return dict(data)

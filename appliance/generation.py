@@ -85,6 +85,9 @@ class ChoiceProgress:
             stop_token_id=message.stop_token_id if message.stop_token_id >= 0 else None,
             cached_tokens=message.cached_tokens,
             error=message.error or (f"the engine gave reason {message.reason!r}" if reason != message.reason else ""),
+            queue_s=message.queue_s,
+            prefill_s=message.prefill_s,
+            decode_s=message.decode_s,
         )
         self._wake.set()
 

@@ -34,6 +34,8 @@ from appliance.host.ledger import Usage
 
 _SECRET = re.compile(r"(?i)\b(?:zk|sk)-[A-Za-z0-9_\-]{4,}|\bbearer\s+[^\s\"',}]+|://[^/@\s]+@")
 _FINISH_REASONS = frozenset({"stop", "stop_string", "length", "mixed", "cancelled", "error", "refused"})
+_NOT_SHOWN = frozenset({"trace", "phases"})
+"""Fields of a record that its line in the log has in another form."""
 _OWN_PACKAGES = ("api.", "appliance.", "planner.", "pallas_kernels.")
 _LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
@@ -182,6 +184,10 @@ class Metrics:
         self.finished = counter("zccp_requests_finished", "Requests ended.", ("reason",))
         self.first_token = histogram("zccp_time_to_first_token_seconds", "Arrival to first token.", _LATENCY_BUCKETS)
         self.per_token = histogram("zccp_time_per_output_token_seconds", "Time a later token.", _TOKEN_BUCKETS)
+        self.phases = Histogram(
+            "zccp_request_phase_seconds", "Time of a part of a request.", ("phase",),
+            buckets=_LATENCY_BUCKETS, registry=registry,
+        )  # fmt: skip
         self.duration = histogram("zccp_request_seconds", "Arrival to last byte.", _LATENCY_BUCKETS)
         self.cached_tokens = counter("zccp_cached_prompt_tokens", "Prompt ids whose keys and values were reused.")
 
@@ -196,6 +202,9 @@ class WorkerObserver:
         usage: Callable[[], list[Usage]],
         tenants: Callable[[], dict[str, str]],
         directory: Path,
+        *,
+        slow_request_s: float = 0.0,
+        export: Callable[[RequestRecord], None] | None = None,
     ) -> None:
         """Observe.
 
@@ -205,10 +214,14 @@ class WorkerObserver:
             usage: totals of each key.
             tenants: key id -> tenant.
             directory: the folder in which the processes of the node count.
+            slow_request_s: a request that took longer is logged as a warning; 0 = none.
+            export: sends a request's trace somewhere.
         """
         self._metrics = metrics
         self._routes = frozenset(routes)
         self._directory = directory
+        self._slow_request_s = slow_request_s
+        self._export = export
         self._key_usage = _KeyUsage(usage, tenants)
         self._log = structlog.get_logger("zccp.request")
 
@@ -230,9 +243,22 @@ class WorkerObserver:
             metrics.per_token.observe(record.time_per_output_token_s)
         if record.cached_tokens:
             metrics.cached_tokens.inc(record.cached_tokens)
-        fields = {name: _rounded(getattr(record, name)) for name in record.__struct_fields__}
-        write = self._log.warning if record.status >= 500 else self._log.info
-        write("request", **{name: value for name, value in fields.items() if value not in (None, "")})
+        for phase in record.phases:
+            metrics.phases.labels(phase.name).observe(phase.took_s)
+        self._write(record)
+        if self._export is not None:
+            self._export(record)
+
+    def _write(self, record: RequestRecord) -> None:
+        named = {name: _rounded(getattr(record, name)) for name in record.__struct_fields__ if name not in _NOT_SHOWN}
+        fields = {name: value for name, value in named.items() if value not in (None, "")}
+        fields["trace_id"] = record.trace.trace_id
+        fields["phases"] = {phase.name: _rounded(phase.took_s) for phase in record.phases}
+        slow = 0 < self._slow_request_s < record.duration_s
+        if slow:
+            fields["slow"] = True
+        write = self._log.warning if slow or record.status >= 500 else self._log.info
+        write("request", **fields)
 
     def exposition(self) -> tuple[str, bytes]:
         """Content type and body of ``/metrics``, merged over the processes of the node."""

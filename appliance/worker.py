@@ -8,6 +8,7 @@ rest end with a typed error, then the server closes. A second SIGTERM moves the 
 """
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import structlog
 import uvloop
@@ -24,6 +26,7 @@ from api.app import ROUTES, create_app
 from api.ports import ModelCard, TextCodec
 from api.settings import ApiSettings, Clock
 from appliance.assignment import Assignment, Notice, read_assignment, send_notice
+from appliance.config import ApplianceConfig
 from appliance.gateway_worker import LinkSettings, WorkerGateway
 from appliance.host.ledger import Ledger, LedgerError
 from appliance.host.process import die_with_parent
@@ -35,8 +38,13 @@ from appliance.model.record import ModelRecordError, read_record
 from appliance.model.tokenizer import TokenizerError
 from appliance.telemetry import Metrics, WorkerObserver, configure_logging
 
+if TYPE_CHECKING:
+    from appliance.tracing import TraceExporter
+
 CLOSE_GRACE_S = 2.0
 """Time for the last bytes once every choice has ended."""
+TRACES_GRACE_S = 1.0
+"""Time for the last traces."""
 
 _log = structlog.get_logger("zccp.worker")
 
@@ -100,7 +108,16 @@ async def _serve(assignment: Assignment, load_text: LoadText) -> int:
     keys = FileKeyRing(config.keys_file)
     ledger = Ledger(config.home / "usage.bin")
     metrics = Metrics(CollectorRegistry())
-    observer = WorkerObserver(metrics, ROUTES, ledger.usage, keys.tenants, Path(assignment.metrics))
+    traces = _traces(config)
+    observer = WorkerObserver(
+        metrics,
+        ROUTES,
+        ledger.usage,
+        keys.tenants,
+        Path(assignment.metrics),
+        slow_request_s=config.telemetry.slow_request_s,
+        export=None if traces is None else traces.export,
+    )
     settings = ApiSettings(
         max_body_bytes=int(config.server.max_body_mb * 1024 * 1024),
         keepalive_s=config.server.keepalive_s,
@@ -135,8 +152,21 @@ async def _serve(assignment: Assignment, load_text: LoadText) -> int:
     await gateway.close()
     segments.close()
     ledger.close()
+    if traces is not None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.to_thread(traces.close), TRACES_GRACE_S)
     _log.info("worker ends", answers_cut=not closed)
     return 0
+
+
+def _traces(config: ApplianceConfig) -> "TraceExporter | None":
+    """What sends traces, where a collector is configured; its packages are loaded only then."""
+    telemetry = config.telemetry
+    if not telemetry.otlp_endpoint:
+        return None
+    from appliance.tracing import to_collector  # noqa: PLC0415
+
+    return to_collector(telemetry.otlp_endpoint, telemetry.trace_sample_ratio)
 
 
 async def _tell(gateway: WorkerGateway, descriptor: int, count: Callable[[], None]) -> None:

@@ -34,7 +34,9 @@ def completions_route(services: Services) -> HTTPRouteHandler:
         ask = completion_ask(request, services.card.vocab)
         given = prompts_of(request, services.card.vocab, services.settings.max_choices)
         services.require_ready()
-        prompts = await tokenised(services, body_len, lambda: [_ids(services.codec, prompt) for prompt in given])
+        prompts = await tokenised(
+            services, exchange, body_len, lambda: [_ids(services.codec, prompt) for prompt in given]
+        )
         for index, prompt in enumerate(prompts):
             if not prompt:
                 raise BadRequestError(f"prompt[{index}] gives no token; send some text", param="prompt")

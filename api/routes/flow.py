@@ -31,20 +31,22 @@ async def take_request(
     """
     tenant = authenticate(exchange, services.keys)
     limits.take(services, exchange, tenant, requests=1)
-    body = await read_body(exchange, services.settings)
-    return decode(decoder, body), len(body)
+    with exchange.phase("receive"):
+        body = await read_body(exchange, services.settings)
+        return decode(decoder, body), len(body)
 
 
-async def tokenised(services: Services, body_len: int, encode: Callable[[], _Result]) -> _Result:
+async def tokenised(services: Services, exchange: Exchange, body_len: int, encode: Callable[[], _Result]) -> _Result:
     """The result of a CPU-bound ``encode``, in a thread when the body was large.
 
     Raises:
         BadRequestError: the chat template refused the conversation.
     """
     try:
-        if body_len < services.settings.offload_bytes:
-            return encode()
-        return await asyncio.to_thread(encode)
+        with exchange.phase("tokenise"):
+            if body_len < services.settings.offload_bytes:
+                return encode()
+            return await asyncio.to_thread(encode)
     except ChatTemplateError as error:
         raise BadRequestError(f"messages: {error}", param="messages") from error
 

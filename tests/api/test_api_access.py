@@ -10,10 +10,10 @@ import pytest
 
 from api.edge import MODEL_ROUTE, OTHER_ROUTE, ROUTES, route_label
 from api.errors import NotReadyError, OverloadedError, RateLimitError
-from api.ports import EngineStatus, Tenant
+from api.ports import EngineStatus, Finished, Tenant
 from api.settings import ApiSettings
 from tests.support.api_rig import CHAT, COUNT, MESSAGES, MODEL, TEXT, Rig, chat, message, prompt
-from tests.support.scripted_engine import ScriptedEngine
+from tests.support.scripted_engine import EOS, ScriptedEngine, tokens
 
 KEY_A, KEY_B, ADMIN = b"zk-a-CANARY-123", b"zk-b", b"zk-admin"
 KEYS = {
@@ -172,12 +172,34 @@ def test_other_request_ids_are_replaced(odd: str) -> None:
     assert re.fullmatch(r"req_[0-9a-f]{24}", made)
 
 
-def test_the_trace_context_reaches_the_engine_when_it_is_one() -> None:
+def test_the_trace_context_reaches_the_engine_and_the_record() -> None:
     rig = Rig()
-    trace = f"00-{'a' * 32}-{'b' * 16}-01"
-    rig.post(CHAT, chat(), {"traceparent": trace})
+    rig.post(CHAT, chat(), {"traceparent": f"00-{'a' * 32}-{'b' * 16}-00"})
     rig.post(CHAT, chat(), {"traceparent": "nonsense"})
-    assert [request.traceparent for request in rig.engine.requests] == [trace, None]
+    first, second = rig.observer.records
+    assert (first.trace.trace_id, first.trace.parent_id, first.trace.flags) == ("a" * 32, "b" * 16, 0)
+    assert second.trace.trace_id not in ("a" * 32, "0" * 32)
+    assert (second.trace.parent_id, second.trace.flags) == ("", 1)
+    told = [request.traceparent for request in rig.engine.requests]
+    assert told == [first.trace.traceparent, second.trace.traceparent]
+
+
+def test_a_record_has_the_phases_of_its_request() -> None:
+    ends = Finished(0, "stop", EOS, queue_s=1.0, prefill_s=2.0, decode_s=4.0)
+    rig = Rig(ScriptedEngine(lambda request: [tokens(request, 0, *b"ok"), ends]))
+    rig.post(CHAT, chat(stream=True))
+    rig.post(CHAT, {**chat(), "temperature": "hot"})
+    record, refused = rig.observer.records
+    names = [phase.name for phase in record.phases]
+    assert names == ["receive", "tokenise", "queue", "prefill", "decode", "stream"]
+    receive, tokenise, queue, prefill, decode, stream = record.phases
+    assert 0 <= receive.began_s <= tokenise.began_s <= queue.began_s
+    assert (queue.took_s, prefill.took_s, decode.took_s) == (1.0, 2.0, 4.0)
+    assert prefill.began_s - queue.began_s == pytest.approx(1.0)
+    assert decode.began_s - prefill.began_s == pytest.approx(2.0)
+    assert stream.began_s + stream.took_s == pytest.approx(record.duration_s)
+    assert record.model == "tiny"
+    assert [phase.name for phase in refused.phases] == ["receive"]
 
 
 LIMITED = {b"k": Tenant(name="t", key_id="k1", requests_per_minute=2, tokens_per_minute=40)}

@@ -11,6 +11,9 @@ from appliance.gateway_engine import EngineGateway
 from tests.support.engine_loop import EngineLoop
 from tests.support.gateway_pair import pair, request, rest, run
 
+ENGINE = {"queue_s": 0.1, "prefill_s": 0.2, "decode_s": 0.3}
+"""What the engine of these tests says of every sequence that it ends."""
+
 
 def test_tokens_pass_through_the_segment_and_it_is_free_again(tmp_path: Path) -> None:
     async def body() -> None:
@@ -29,7 +32,7 @@ def test_tokens_pass_through_the_segment_and_it_is_free_again(tmp_path: Path) ->
             await both.until(lambda: both.worker.free_segments == 8)
             events = await rest(generation)
             assert [event.ids for event in events[:-1]] == [(22, 23)]
-            assert events[-1] == Finished(0, "stop", stop_token_id=2, cached_tokens=1)
+            assert events[-1] == Finished(0, "stop", stop_token_id=2, cached_tokens=1, **ENGINE)
             assert both.worker.outstanding == 0
             assert both.engine.gateway.live_keys == frozenset()
 
@@ -119,7 +122,7 @@ def test_logprobs_arrive_with_their_ids(tmp_path: Path) -> None:
             await both.until(lambda: both.worker.free_segments == 8)
             events = await rest(generation)
             expected = (TokenLogprob(21, -1.0, ((21, -1.0),)), TokenLogprob(22, -2.0, ((9, -0.125),)))
-            assert events == [Tokens(0, (21, 22), expected), Finished(0, "length")]
+            assert events == [Tokens(0, (21, 22), expected), Finished(0, "length", **ENGINE)]
 
     run(body)
 
@@ -237,10 +240,10 @@ def test_cancel_holds_the_segment_until_the_engine_has_finished(tmp_path: Path) 
             assert both.worker.free_segments == 6
             await both.until(lambda: both.worker.free_segments == 7)
             assert both.engine.cancelled == [first]
-            assert await anext(generation) == Finished(0, "cancelled")
+            assert await anext(generation) == Finished(0, "cancelled", **ENGINE)
             both.engine.emit(second, (60,), finish="length")
             await both.until(lambda: both.worker.free_segments == 8)
-            assert await rest(generation) == [Tokens(1, (60,)), Finished(1, "length")]
+            assert await rest(generation) == [Tokens(1, (60,)), Finished(1, "length", **ENGINE)]
             generation.cancel()
             await asyncio.sleep(0.01)
             both.engine.turn()

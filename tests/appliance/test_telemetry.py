@@ -73,7 +73,8 @@ METRICS = """
 import os, sys
 from pathlib import Path
 from prometheus_client import CollectorRegistry
-from api.ports import RequestRecord
+from api.ports import RequestPhase, RequestRecord
+from api.trace import TraceContext
 from appliance.host.ledger import Usage
 from appliance.telemetry import Metrics, WorkerObserver, configure_logging, counts_are_shared
 assert counts_are_shared()
@@ -96,10 +97,11 @@ else:
     )
     for number in range(int(sys.argv[2])):
         observer.request_finished(RequestRecord(
-            request_id=f"r{number}", route="/v1/messages" if number == 0 else f"/random/{number}", tenant=f"t{number}",
+            request_id=f"r{number}", trace=TraceContext("a" * 32, "b" * 16), tenant=f"t{number}",
+            route="/v1/messages" if number == 0 else f"/random/{number}",
             status=200 + number % 5 * 100, finish_reason="stop" if number == 0 else f"reason{number}", stream=True,
             prompt_tokens=5, cached_tokens=1, completion_tokens=7, time_to_first_token_s=0.02,
-            time_per_output_token_s=0.004, duration_s=0.5,
+            time_per_output_token_s=0.004, duration_s=0.5, phases=(RequestPhase("queue", 0.0, 0.25),),
         ))
     if sys.argv[1] == "show":
         media, body = observer.exposition()
@@ -131,7 +133,8 @@ def test_any_worker_answers_for_the_whole_node(tmp_path: Path) -> None:
         "zccp_preemptions_total": 2, "zccp_compilations_total": 1, 'zccp_steps_total{phase="decode"}': 1,
         'zccp_steps_total{phase="prefill"}': 1, 'zccp_step_rows_total{phase="decode"}': 3,
         "zccp_time_to_first_token_seconds_count": 2, "zccp_time_per_output_token_seconds_count": 2,
-        "zccp_request_seconds_sum": 1.0, 'zccp_requests_finished_total{reason="stop"}': 2,
+        'zccp_request_phase_seconds_sum{phase="queue"}': 0.5, "zccp_request_seconds_sum": 1.0,
+        'zccp_requests_finished_total{reason="stop"}': 2,
         'zccp_requests_total{route="/v1/messages",status="2xx"}': 2, "zccp_cached_prompt_tokens_total": 2,
         'zccp_key_requests_total{key="k1",tenant="team"}': 2, 'zccp_key_tokens_total{key="k1",tenant="team"}': 30,
     }  # fmt: skip
