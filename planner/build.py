@@ -1,8 +1,11 @@
 """Plan to programs: compiles every bucket of a plan and writes the store. Runs on a build host, never while serving."""
 
+import multiprocessing
 import re
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,10 +15,11 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from jax.experimental import serialize_executable
 
 from pallas_kernels import native
+from pallas_kernels.compiled import CompileError
 from planner.buckets import Bucket, Phase
 from planner.memory import MemoryPlan, check, memory_plan
 from planner.plan import Plan, program_key
-from planner.program import Program, ProgramCost, compile_program
+from planner.program import Program, ProgramCost, SerialisedProgram, compile_program, compile_serialised
 from planner.store import StoreError, open_store
 from planner.store_writer import StoreWriter
 from planner.target import Target, TargetHostError, find_target
@@ -138,22 +142,48 @@ def _report(plan: Plan, directory: Path, costs: Mapping[Bucket, ProgramCost], *,
     )
 
 
-def compiled(plan: Plan, buckets: Sequence[Bucket], threads: int) -> Iterator[Program]:
-    """Compile buckets, several at once; programs come as they are ready."""
-    with ThreadPoolExecutor(threads) as pool:
-        running = [pool.submit(compile_program, plan, bucket) for bucket in buckets]
+def compiled(plan: Plan, buckets: Sequence[Bucket], jobs: int) -> Iterator[SerialisedProgram]:
+    """Compile buckets, several at once; programs come as they are ready.
+
+    Raises:
+        CompileError: the compiler for cards refuses a program, or a process that compiled was killed.
+    """
+    finished = False
+    with _executor(plan, min(jobs, len(buckets))) as pool:
+        running = [pool.submit(compile_serialised, plan, bucket) for bucket in buckets]
         try:
             for future in as_completed(running):
                 yield future.result()
                 running.remove(future)  # so that nothing holds what has been taken
+            finished = True
+        except BrokenProcessPool as error:
+            raise CompileError(
+                "a process that compiled was killed, probably for want of memory: take fewer --threads"
+            ) from error
         finally:
+            for child in [] if finished else multiprocessing.active_children():
+                child.terminate()
             pool.shutdown(cancel_futures=True)
 
 
+def _executor(plan: Plan, jobs: int) -> Executor:
+    """Threads for a CPU; processes for cards, whose compiler does one thing at a time in each process."""
+    if jobs <= 1 or find_target(plan.target).platform == "cpu":
+        return ThreadPoolExecutor(max(1, jobs))
+    return ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _without_devices)
+
+
+def _without_devices() -> None:
+    """Begin a process that compiles for cards: it has none itself, and leaves Ctrl-C to the one that waits for it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    jax.config.update("jax_platforms", "cpu")
+
+
 def compile_all(plan: Plan, progress: Progress, threads: int) -> dict[Bucket, Program]:
-    """Compile every bucket and keep the programs."""
+    """Compile every bucket for this process and keep the programs."""
     buckets, programs = plan.buckets(), dict[Bucket, Program]()
-    for program in compiled(plan, buckets, threads):
-        programs[program.bucket] = program
-        progress(len(programs), len(buckets), program.bucket.name)
-    return {bucket: programs[bucket] for bucket in buckets}
+    with ThreadPoolExecutor(threads) as pool:
+        for program in pool.map(lambda bucket: compile_program(plan, bucket), buckets):
+            programs[program.bucket] = program
+            progress(len(programs), len(buckets), program.bucket.name)
+    return programs

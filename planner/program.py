@@ -299,12 +299,26 @@ def compile_program(plan: Plan, bucket: Bucket) -> Program:
     return Program(bucket, executable, cost)
 
 
-def serialise(program: Program) -> bytes:
-    """The executable as bytes, which only ``deserialise`` on an equal installation and device reads."""
-    return serialize_executable.serialize(program.executable)[0]
+@dataclass(frozen=True, slots=True)
+class SerialisedProgram:
+    """A program whose executable is bytes, which only ``deserialise`` on an equal installation and device reads."""
+
+    bucket: Bucket
+    cost: ProgramCost
+    payload: bytes
 
 
-def deserialise(plan: Plan, bucket: Bucket, cost: ProgramCost, payload: bytes) -> Program:
+def serialise(program: Program) -> SerialisedProgram:
+    """A program as bytes."""
+    return SerialisedProgram(program.bucket, program.cost, serialize_executable.serialize(program.executable)[0])
+
+
+def compile_serialised(plan: Plan, bucket: Bucket) -> SerialisedProgram:
+    """Compile one bucket for another process; raises what ``compile_program`` raises."""
+    return serialise(compile_program(plan, bucket))
+
+
+def deserialise(plan: Plan, program: SerialisedProgram) -> Program:
     """Load an executable onto this process's devices without compiling.
 
     The payload is unpickled: verify its origin first.
@@ -313,10 +327,10 @@ def deserialise(plan: Plan, bucket: Bucket, cost: ProgramCost, payload: bytes) -
         DevicesError: there are fewer devices than the plan has, or of another kind.
     """
     devices = Placement.of(plan, serving_devices(plan)).devices
-    called = _signature(plan, bucket)
+    called = _signature(plan, program.bucket)
     trees = jax.tree.structure((called.arguments, {})), jax.tree.structure(called.result)
-    executable = serialize_executable.deserialize_and_load(payload, *trees, execution_devices=devices)
-    return Program(bucket, executable, cost)
+    executable = serialize_executable.deserialize_and_load(program.payload, *trees, execution_devices=devices)
+    return Program(program.bucket, executable, program.cost)
 
 
 def idle_arguments(plan: Plan, bucket: Bucket) -> tuple[np.ndarray, ...]:

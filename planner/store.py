@@ -22,7 +22,7 @@ from pallas_kernels import native
 from pallas_kernels.platform import cpu_features
 from planner.buckets import Bucket
 from planner.plan import Plan, program_key
-from planner.program import Program, ProgramCost, deserialise
+from planner.program import Program, ProgramCost, SerialisedProgram, deserialise
 from planner.signing import MANIFEST, SIGNATURE, verifies
 from planner.target import Target, find_target
 
@@ -121,7 +121,7 @@ class ProgramStore:
             StoreUntrustedError: its bytes are not the signed ones.
         """
         entry, packed = self._packed(bucket)
-        return deserialise(self.plan, bucket, entry.cost, zstandard.decompress(packed))
+        return deserialise(self.plan, SerialisedProgram(bucket, entry.cost, zstandard.decompress(packed)))
 
     def load_all(self) -> Iterator[Program]:
         """Every program of the plan, the native kernels first."""

@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from planner.buckets import Bucket
 from planner.plan import Plan, program_key
-from planner.program import Program, ProgramCost, serialise
+from planner.program import ProgramCost, SerialisedProgram
 from planner.signing import MANIFEST, SIGNATURE, verifies
 from planner.store import LIBRARY, SCHEMA, StoreEntry, StoreError, digest, identity
 
@@ -75,13 +75,13 @@ class StoreWriter:
     def __exit__(self, *_: object) -> None:
         os.close(self._lock)
 
-    def add(self, program: Program) -> None:
+    def add(self, program: SerialisedProgram) -> None:
         """Keep a finished program.
 
         Raises:
             StoreError: the disk is full or the folder cannot be written.
         """
-        packed = zstandard.compress(serialise(program), _LEVEL)
+        packed = zstandard.compress(program.payload, _LEVEL)
         name = program_key(self._plan, program.bucket)
         entry = StoreEntry(name, hashlib.sha256(packed).hexdigest(), len(packed), program.cost)
         message = self._message(entry)

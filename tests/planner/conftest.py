@@ -26,6 +26,7 @@ def built_store(tmp_path_factory: pytest.TempPathFactory) -> BuiltStore:
     from planner.build import compile_all
     from planner.formats import KvFormat, WeightForm
     from planner.plan import make_plan
+    from planner.program import serialise
     from planner.store_writer import StoreWriter
 
     architecture = ModelArchitecture(
@@ -42,6 +43,6 @@ def built_store(tmp_path_factory: pytest.TempPathFactory) -> BuiltStore:
     directory = tmp_path_factory.mktemp("store") / "programs"
     with StoreWriter(directory, plan, key) as writer:
         for program in programs.values():
-            writer.add(program)
+            writer.add(serialise(program))
         writer.finish(None)
     return BuiltStore(directory, plan, programs, key, tuple(calls))

@@ -1,5 +1,6 @@
 """Programs for a GPU that is not there: they compile, hold their pool once, and carry code for the card."""
 
+import multiprocessing
 import re
 
 import jax
@@ -8,13 +9,15 @@ import pytest
 
 from pallas_kernels import compiled
 from pallas_kernels.card import find_card
+from planner import build as build_module
 from planner.architecture import ModelArchitecture
 from planner.buckets import Bucket, Phase
 from planner.formats import KvFormat, WeightForm
 from planner.memory import memory_plan
 from planner.plan import Plan, make_plan
-from planner.program import compile_program, deserialise, host_shapes, serialise, state_shapes
+from planner.program import compile_program, compile_serialised, deserialise, host_shapes, state_shapes
 from planner.sharding import DevicesError
+from tests.support.ending import ends_at_once
 
 needs_compiler = pytest.mark.skipif(bool(compiled.missing()), reason=compiled.missing() or "it is there")
 SMALL = ModelArchitecture(
@@ -77,6 +80,27 @@ def test_an_empty_state_is_made_where_it_lies(kv_format, devices):
 
 
 @needs_compiler
+def test_processes_compile_what_this_one_would():
+    plan = plan_of(KvFormat.INT8)
+    buckets = [bucket_of(plan, Phase.SET_SLOT), Bucket(Phase.EMPTY, 32, 1, 1)]
+    found = {program.bucket: program for program in build_module.compiled(plan, buckets, 2)}
+    assert set(found) == set(buckets)
+    for bucket, program in found.items():
+        assert program.cost == compile_serialised(plan, bucket).cost
+        assert program.payload
+    assert multiprocessing.active_children() == []
+
+
+@needs_compiler
+def test_a_compiling_process_that_is_killed_is_told(monkeypatch):
+    plan = plan_of(KvFormat.INT8)
+    monkeypatch.setattr(build_module, "compile_serialised", ends_at_once)
+    with pytest.raises(compiled.CompileError, match="was killed, probably for want of memory: take fewer --threads"):
+        list(build_module.compiled(plan, plan.buckets()[:2], 2))
+    assert multiprocessing.active_children() == []
+
+
+@needs_compiler
 @pytest.mark.parametrize(
     ("context_devices", "exchanges"), [(1, {"all-reduce": 5}), (2, {"all-reduce": 7, "reduce-scatter": 2})]
 )
@@ -130,9 +154,8 @@ def test_a_pool_for_a_gpu_holds_numbers_and_one_for_a_cpu_bits():
 def test_a_process_without_the_cards_refuses_to_load_and_says_so():
     plan = plan_of(KvFormat.INT8)
     bucket = bucket_of(plan, Phase.SET_SLOT)
-    program = compile_program(plan, bucket)
-    payload = serialise(program)
+    serialised = compile_serialised(plan, bucket)
     with pytest.raises(
         DevicesError, match=f"the plan is for target a100_sxm_80, .*; this process has {len(jax.devices())} of kind cpu"
     ):
-        deserialise(plan, bucket, program.cost, payload)
+        deserialise(plan, serialised)

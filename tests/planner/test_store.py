@@ -20,7 +20,7 @@ from planner.build import build
 from planner.formats import WeightForm
 from planner.memory import MemoryPlanError
 from planner.plan import program_key
-from planner.program import empty_state, idle_arguments
+from planner.program import empty_state, idle_arguments, serialise
 from planner.signing import MANIFEST, SIGNATURE, public_pem
 from planner.store import (
     StoreError,
@@ -295,7 +295,7 @@ def test_the_digest_of_the_sources_sees_kernels_and_ignores_cases(tmp_path, monk
 def write_store(directory, plan, programs, key, **options):
     with StoreWriter(directory, plan, key, **options) as writer:
         for program in programs.values():
-            writer.add(program)
+            writer.add(serialise(program))
         writer.finish(None)
 
 
@@ -364,7 +364,7 @@ class TestWriting:
     def test_a_store_with_a_program_missing_is_none(self, built_store, copy):
         first, second, *rest = built_store.plan.buckets()
         with StoreWriter(copy, built_store.plan, built_store.key) as writer:
-            writer.add(built_store.programs[first])
+            writer.add(serialise(built_store.programs[first]))
             with pytest.raises(StoreError, match=f"lacks {', '.join(bucket.name for bucket in (second, *rest))}"):
                 writer.finish(None)
         opened(built_store, copy).verify()
@@ -376,7 +376,7 @@ class TestGoingOn:
     @pytest.fixture
     def work(self, built_store, copy) -> Path:
         with StoreWriter(copy, built_store.plan, built_store.key) as writer:
-            writer.add(built_store.programs[built_store.plan.buckets()[0]])
+            writer.add(serialise(built_store.programs[built_store.plan.buckets()[0]]))
         return copy.with_name(f".{copy.name}-partial")
 
     def taken_over(self, built_store, copy, **options) -> int:
@@ -420,7 +420,7 @@ class TestBuilding:
         def compiled(plan, buckets, threads):
             for bucket in buckets:
                 self.compiled.append(bucket)
-                yield built_store.programs[bucket]
+                yield serialise(built_store.programs[bucket])
 
         monkeypatch.setattr(build_module, "compiled", compiled)
 

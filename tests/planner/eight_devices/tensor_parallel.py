@@ -11,10 +11,10 @@ from planner.formats import KvFormat, WeightForm
 from planner.memory import memory_plan
 from planner.program import (
     compile_program,
+    compile_serialised,
     deserialise,
     idle_arguments,
     placed_weight_specs,
-    serialise,
     weight_shapes,
 )
 from planner.sharding import DevicesError, Placement
@@ -63,8 +63,7 @@ def test_programs_of_several_devices_are_saved_and_loaded():
     loaded = {}
     for bucket in plan.buckets():
         if bucket.phase in (Phase.SET_SLOT, Phase.EMPTY):
-            made = compile_program(plan, bucket)
-            loaded[bucket.phase] = deserialise(plan, bucket, made.cost, serialise(made))
+            loaded[bucket.phase] = deserialise(plan, compile_serialised(plan, bucket))
     set_slot = loaded[Phase.SET_SLOT]
     _, counts, bias = idle_arguments(plan, set_slot.bucket)
     state = set_slot(loaded[Phase.EMPTY](), np.int32(1), counts + 3, bias)
