@@ -13,7 +13,8 @@ A step, in the order of ``Engine.step``:
    behind. The device keeps the newest id of every slot itself, so it never waits for the host. The lag of one step is
    ``_in_flight`` and exists nowhere else; prefill launches are read even when they sampled nothing, which keeps the
    host from running ahead.
-5. Commit the ids: sequences grow or finish, and what they held comes free.
+5. Commit the ids: sequences grow or finish, and what they held comes free. A sequence that ends is told of only now,
+   so that its segment is never written by its worker while a program may still read the prompt there.
 6. Publish new ids and finishes, at most one emission a sequence, and report.
 
 The state is donated, so a program that fails leaves nothing to go on with: every sequence finishes with an error that
@@ -23,9 +24,11 @@ names the cause, and ``EngineFailedError`` ends the loop.
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from appliance.engine_ports import (
     Arrival,
@@ -41,7 +44,7 @@ from appliance.engine_ports import (
     ProgramSet,
     StepOutput,
 )
-from planner.batch import SlotTable, slot_state
+from planner.batch import Ints, SlotTable, slot_state
 from planner.buckets import Phase, round_up
 from planner.schedule import Batch, Scheduler
 from planner.sequence import Chunk, FinishReason, Sequence, Status
@@ -77,6 +80,7 @@ class Engine:
         vocab: ids of the model.
         metrics: what is counted.
         forecast: what lengths are expected, for admission.
+        lend: makes ids that lie in a segment what programs take, without a copy; None = they are given as they are.
         clock: monotonic seconds.
 
     Raises:
@@ -94,6 +98,7 @@ class Engine:
         vocab: int,
         metrics: EngineMetrics | None = None,
         forecast: Forecast | None = None,
+        lend: Callable[[Ints], npt.ArrayLike] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         lattice, pool = scheduler.lattice, scheduler.pool
@@ -108,6 +113,7 @@ class Engine:
         self._vocab = vocab
         self._metrics = metrics or NoMetrics()
         self._forecast = forecast or NoForecast()
+        self._lend = lend
         self._clock = clock
         self._table = SlotTable(lattice.decode_slots[-1], lattice.widths[-1], pool.unused)
         self._in_flight: list[_Launch] = []
@@ -225,8 +231,9 @@ class Engine:
         tokens = sum(chunk.count for chunk in chunks)
         pages = self._scheduler.pool.pages_for(max(chunk.end for chunk in chunks))
         bucket = round_up(self._scheduler.lattice, Phase.PREFILL, len(chunks), tokens, pages)
-        arrays = self._table.pack_prefill(bucket, chunks)
-        self._state, out = self._programs.prefill[bucket](self._weights, self._state, *arrays)
+        ids, ints, floats = self._table.pack_prefill(bucket, chunks)
+        given = ids if self._lend is None or ids.flags.owndata else self._lend(ids)
+        self._state, out = self._programs.prefill[bucket](self._weights, self._state, given, ints, floats)
         self._metrics.launched(bucket, len(chunks), tokens)
         rows = [row for row, chunk in enumerate(chunks) if chunk.samples]
         return _Launch([chunks[row].sequence for row in rows], rows, out)
@@ -296,6 +303,9 @@ class Engine:
 
     def _end_all(self, error: str) -> None:
         self._scheduler.fail_all(error)
+        for launch in self._in_flight:  # until it has run, a program may read segments that finishes give back
+            with suppress(Exception):
+                np.asarray(launch.out.ids)
         self._in_flight = []
         self._publish(self._finishes(set()))
 

@@ -54,7 +54,7 @@ class PrefillProgram(Protocol):
     """Chunks of prompts, one a row."""
 
     def __call__(
-        self, weights: object, state: object, tokens: Ints, ints: Ints, floats: Floats, /
+        self, weights: object, state: object, tokens: npt.ArrayLike, ints: Ints, floats: Floats, /
     ) -> tuple[object, StepOutput]:
         """Dispatch the program; the state is donated, and the new one comes back."""
         ...

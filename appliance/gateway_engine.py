@@ -2,7 +2,7 @@
 
 Owns the listening socket, the workers' connections and what each of them has not been told yet. Runs on the engine's
 thread, inside ``receive`` and ``publish``; never blocks longer than ``receive`` is told to, never starts a thread,
-never trusts a packet. It writes completion ids into segments in place.
+never trusts a packet. Completion ids are in their segments before it hears of them: a sequence appends them there.
 
 A slow worker costs the engine nothing: what it has not been told yet is one number a sequence (and the
 log-probabilities it asked for, up to a bound, past which its connection is closed). A worker that dies closes its
@@ -158,7 +158,7 @@ class EngineGateway:
             self._post(stream.peer, Refused(key, kind, message, retry_after_s))
 
     def publish(self, emissions: list[Emission]) -> None:
-        """Write new ids into their segments and tell each worker once."""
+        """Say how far each segment has got, in it and to its worker, once a worker; the ids are there already."""
         touched: dict[int, _Peer] = {}
         for emission in emissions:
             stream = self._streams[emission.key]
@@ -307,9 +307,8 @@ class EngineGateway:
 
     def _write(self, stream: _Stream, peer: _Peer, emission: Emission) -> None:
         if emission.ids:
-            stream.written = self._segments.append_completion(
-                stream.key, stream.prompt_len, stream.written, emission.ids
-            )
+            stream.written += len(emission.ids)
+            self._segments.publish_completion(stream.key, stream.written)
         if stream.record_bytes:
             pairs = stream.record_bytes // _PAIR.size
             for record in emission.logprobs:

@@ -1,14 +1,19 @@
 """From a worker's ``Submit`` to planner sequences: the last check before the engine sees a request.
 
 Owns the rules that a request must keep for the loaded model, whatever the HTTP layer has already checked. Reads the
-prompt from its segment; keeps no state and never touches a socket.
+prompt where it lies, in its segment, which from then on is the sequence's ids; keeps no state and never touches a
+socket.
 """
 
 from dataclasses import dataclass, replace
 
+import numpy as np
+import numpy.typing as npt
+
 from appliance.host.segments import SEGMENT_TOKENS, SegmentFile
 from appliance.host.wire import Submit
 from planner.batch import NUM_SUPPRESSED, NUM_TOP_LOGPROBS
+from planner.ids import IdBuffer
 from planner.sequence import Sampling, Sequence
 
 _SEED_STEP = 0x9E37_79B9_7F4A_7C15
@@ -45,8 +50,7 @@ def make_sequences(message: Submit, segments: SegmentFile, limits: ModelLimits, 
     first = message.segments[0]
     prompt_len = segments.prompt_len(first)
     _check_lengths(prompt_len, message.sampling.max_tokens, min(limits.context, SEGMENT_TOKENS))
-    ids = segments.read_ids(first, 0, prompt_len)
-    _check_ids(ids, limits.vocab)
+    _check_ids(np.frombuffer(segments.tokens(first), np.int32, prompt_len), limits.vocab)
     base = _sampling(message, limits)
     sequences: list[Sequence] = []
     for index, key in enumerate(message.segments):
@@ -55,7 +59,7 @@ def make_sequences(message: Submit, segments: SegmentFile, limits: ModelLimits, 
                 key=key,
                 request_id=message.request_id,
                 tenant=message.tenant,
-                ids=list(ids),
+                ids=IdBuffer(segments.tokens(key), prompt_len),
                 prompt_len=prompt_len,
                 sampling=base if index == 0 else _with_seed(base, index),
                 arrival_s=now_s,
@@ -77,8 +81,8 @@ def _check_lengths(prompt_len: int, max_tokens: int, context: int) -> None:
         )
 
 
-def _check_ids(ids: list[int], vocab: int) -> None:
-    low, high = min(ids), max(ids)
+def _check_ids(ids: npt.NDArray[np.int32], vocab: int) -> None:
+    low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocab:
         raise SubmissionError("invalid", f"token id {low if low < 0 else high} is outside the vocabulary of {vocab}")
 
@@ -93,7 +97,7 @@ def _sampling(message: Submit, limits: ModelLimits) -> Sampling:
     if not -1 <= wire.top_logprobs <= NUM_TOP_LOGPROBS:
         raise SubmissionError("invalid", f"top_logprobs is {wire.top_logprobs}; at most {NUM_TOP_LOGPROBS} are given")
     if wire.logit_bias:
-        _check_ids([token_id for token_id, _ in wire.logit_bias], limits.vocab)
+        _check_ids(np.array([token_id for token_id, _ in wire.logit_bias], np.int32), limits.vocab)
     return Sampling(
         max_tokens=wire.max_tokens,
         temperature=wire.temperature,

@@ -4,6 +4,7 @@ Owns the order of loading and nothing else; every part is made elsewhere. Import
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -19,12 +20,14 @@ from appliance.prediction import LengthForecast, TrainingProcess, state_file
 from appliance.release import programs_of
 from appliance.submission import ModelLimits
 from pallas_kernels.kv_layout import BASE_BITS
+from planner.batch import Ints
 from planner.buckets import Bucket, Phase
 from planner.pages import PagePool
 from planner.plan import Plan
 from planner.program import Program, empty_state, idle_arguments
 from planner.schedule import Scheduler, SchedulerSettings
 from planner.store import open_store
+from planner.target import find_target
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
@@ -72,6 +75,7 @@ def build_engine(
         vocab=vocab,
         metrics=observer,
         forecast=_forecast(assignment, folder.name, observer),
+        lend=lend_to(plan),
     )
     jax.monitoring.register_event_duration_secs_listener(_count_compilations(observer))
     return engine, ModelLimits(vocab=vocab, context=plan.context, eos_ids=frozenset(record.eos_ids))
@@ -94,6 +98,13 @@ def program_set(programs: dict[Bucket, Program]) -> ProgramSet:
     }
     (set_slot,) = phases[Phase.SET_SLOT].values()
     return ProgramSet(decode=phases[Phase.DECODE], prefill=phases[Phase.PREFILL], set_slot=set_slot)
+
+
+def lend_to(plan: Plan) -> Callable[[Ints], jax.Array] | None:
+    """How a plan's programs take ids where they lie; None where ids have to be sent to the devices."""
+    if find_target(plan.target).platform != "cpu" or plan.devices > 1:
+        return None
+    return partial(jax.dlpack.from_dlpack, copy=False)
 
 
 def _forecast(assignment: Assignment, model: str, observer: EngineObserver) -> LengthForecast | None:

@@ -18,7 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from planner.buckets import Bucket
+from planner.ids import IdBuffer
 from planner.sequence import Chunk, Sequence
+
+ALIGNED_BYTES = 64
+"""Alignment of memory that a CPU program takes as it lies; less aligned memory is copied (measured)."""
 
 NUM_SUPPRESSED = 8
 """Ids a row can forbid at a step: its end-of-sequence and stop ids while ``min_tokens`` is not reached."""
@@ -159,12 +163,14 @@ class SlotTable:
             chunks: parts of prompts; their positions are already among the computed ones.
 
         Returns:
-            ``tokens`` int32 [chunk] padded with 0, ``ints`` int32 [slots, NUM_INTS + width] and ``floats`` float32
-            [slots, NUM_FLOATS].
+            ``tokens`` int32 [chunk], ``ints`` int32 [slots, NUM_INTS + width] and ``floats`` float32 [slots,
+            NUM_FLOATS]. What is behind the last id in ``tokens`` means nothing. The ids of a single chunk are a view of
+            where they lie, if that is aligned as programs take it.
         """
         columns = NUM_INTS + bucket.width
         self._permit([chunk.sequence for chunk in chunks if chunk.samples])
-        tokens = np.zeros(bucket.chunk, np.int32)
+        lying = _lying(chunks[0], bucket.chunk) if len(chunks) == 1 else None
+        tokens = np.zeros(bucket.chunk, np.int32) if lying is None else lying
         ints = np.tile(self._blank[:columns], (bucket.slots, 1))
         floats = np.tile(_BLANK_FLOATS, (bucket.slots, 1))
         offset = 0
@@ -173,7 +179,8 @@ class SlotTable:
             ints[row] = self._ints[slot, :columns]
             ints[row, [Int.LENGTH, Int.START, Int.OFFSET, Int.SAMPLE]] = chunk.count, chunk.start, offset, chunk.samples
             floats[row] = self._floats[slot]
-            tokens[offset : offset + chunk.count] = chunk.sequence.ids[chunk.start : chunk.end]
+            if lying is None:
+                tokens[offset : offset + chunk.count] = chunk.sequence.ids[chunk.start : chunk.end]
             offset += chunk.count
         ints[len(chunks) :, Int.OFFSET] = offset
         return tokens, ints, floats
@@ -190,6 +197,16 @@ class SlotTable:
                 self._ints[sequence.slot, _SUPPRESSED] = -1
 
 
+def _lying(chunk: Chunk, count: int) -> Ints | None:
+    """A view of ``count`` places from a chunk's first id on, where its ids lie in aligned memory of that length."""
+    ids = chunk.sequence.ids
+    view = ids.padded(chunk.start, count) if isinstance(ids, IdBuffer) else None
+    if view is None:
+        return None
+    tokens = np.frombuffer(view, np.int32)
+    return None if tokens.ctypes.data % ALIGNED_BYTES else tokens
+
+
 def slot_state(sequence: Sequence, vocab: int) -> tuple[Ints, Floats]:
     """The counts and the bias of a sequence that enters a slot, for penalties and ``logit_bias``.
 
@@ -201,7 +218,7 @@ def slot_state(sequence: Sequence, vocab: int) -> tuple[Ints, Floats]:
         ``counts`` int32 [vocab]: how often the completion holds the id, plus ``PROMPT_COUNT`` where the prompt holds
         it; ``bias`` float32 [vocab]: what is added to the id's logit.
     """
-    ids = np.asarray(sequence.ids, np.int64)
+    ids = np.asarray(sequence.ids[:], np.int64)
     counts = np.bincount(ids[sequence.prompt_len :], minlength=vocab).astype(np.int32)
     counts[ids[: sequence.prompt_len]] += PROMPT_COUNT  # once an id: fancy indexing does not add up
     bias = np.zeros(vocab, np.float32)

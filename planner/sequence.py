@@ -7,6 +7,8 @@ times come in as arguments, in seconds on a monotonic clock.
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from planner.ids import Ids
+
 
 class FinishReason(StrEnum):
     """Why a sequence ended."""
@@ -70,7 +72,7 @@ class Sequence:
     key: int
     request_id: str
     tenant: str
-    ids: list[int]
+    ids: Ids
     prompt_len: int
     sampling: Sampling
     arrival_s: float

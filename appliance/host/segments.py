@@ -26,6 +26,7 @@ releases the socket's lock in the kernel and receiving takes it again; that pair
 and on aarch64 alike, so ids that a message covers are visible to its receiver. The length in memory is for diagnosis.
 """
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -223,37 +224,23 @@ class SegmentFile:
             raise SegmentError(f"ids [{start}, {stop}) of a segment that holds {SEGMENT_TOKENS}")
         return self._tokens[segment][start:stop].tolist()
 
-    def append_completion(self, segment: int, prompt_len: int, completion_len: int, ids: Sequence[int]) -> int:
-        """Write completion ids behind the ``completion_len`` already there, then publish the new length.
-
-        Returns:
-            The new completion length.
-
-        Raises:
-            SegmentError: the ids would leave the segment.
-        """
-        start = prompt_len + completion_len
-        if start + len(ids) > SEGMENT_TOKENS:
-            raise SegmentError(f"{start + len(ids)} ids in a segment that holds {SEGMENT_TOKENS}")
-        tokens = self._tokens[segment]
-        for place, token_id in enumerate(ids, start):  # one id a step: an array for it would cost more than the loop
-            tokens[place] = token_id
-        length = completion_len + len(ids)
-        _U32.pack_into(self._bytes, segment * self.stride_bytes + _COMPLETION_LEN_OFFSET, length)
-        return length
+    def publish_completion(self, segment: int, completion_len: int) -> None:
+        """Say how many completion ids are in a segment, once they are there."""
+        _U32.pack_into(self._bytes, segment * self.stride_bytes + _COMPLETION_LEN_OFFSET, completion_len)
 
     def tokens(self, segment: int) -> memoryview:
         """The token array of a segment, int32 [131072], shared with every process that maps the file."""
         return self._tokens[segment]
 
     def close(self) -> None:
-        """Unmap; the maker also removes the file. Views from ``tokens`` must be gone. Idempotent."""
+        """Unmap; the maker also removes the file. What still uses the memory keeps it until it ends. Idempotent."""
         if self._descriptor < 0:
             return
-        for view in self._tokens:
-            view.release()
-        self._bytes.release()
-        self._map.close()
+        with contextlib.suppress(BufferError):
+            for view in self._tokens:
+                view.release()
+            self._bytes.release()
+            self._map.close()
         if self._owner:
             self.path.unlink(missing_ok=True)
         os.close(self._descriptor)

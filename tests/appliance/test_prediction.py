@@ -98,7 +98,8 @@ class Desk:
         return self.forecast.expect(made), made
 
     def end(self, sequence: Sequence, length: int, reason: FinishReason = FinishReason.STOP) -> None:
-        sequence.ids += [1] * length
+        for _ in range(length):
+            sequence.ids.append(1)
         sequence.finish_reason = reason
         self.forecast.ended(sequence)
 
