@@ -120,6 +120,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     kv_memory_mb: Annotated[int, _number(1, 4_194_304, "Memory for keys and values on each device, MiB.")] | None = None
     max_waiting: Annotated[int, _number(1, 65_536, "Sequences that may wait; more get 429.")] = 256
     max_waiting_tokens: Annotated[int, _number(64, 1 << 31, "Prompt ids that may wait; more get 429.")] = 524_288
+    near_gpu: Annotated[bool, _text("Keep all processes on the NUMA nodes of the GPUs; no effect without one.")] = True
 
 
 class ProgramsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

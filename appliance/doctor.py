@@ -20,7 +20,6 @@ State = Literal["ok", "failed", "not checked"]
 
 NOT_CHECKED = (
     ("gpu", "drivers, memory and clocks of GPUs"),
-    ("numa", "placement of engine, segments and interrupts"),
     ("proxy", "nginx in front of the workers"),
     ("redis", "the fingerprint index"),
 )
@@ -94,6 +93,17 @@ def _port(config: ApplianceConfig) -> Finding:
     return Finding("port", "ok", f"{config.server.host} port {config.server.port} is free")
 
 
+def _numa(config: ApplianceConfig) -> Finding:
+    from appliance.lifecycle import place_near_gpu  # noqa: PLC0415 - only here
+
+    placement = place_near_gpu(config)
+    if placement.faults:
+        causes, remedies = zip(*placement.faults, strict=True)
+        evidence = "; ".join(part for part in (placement.evidence, *causes) if part)
+        return Finding("numa", "failed", evidence, "; ".join(remedies))
+    return Finding("numa", "ok", placement.evidence)
+
+
 def _keys(config: ApplianceConfig) -> Finding:
     path = config.keys_file
     if not path.exists():
@@ -161,6 +171,7 @@ _CHECKS: tuple[tuple[str, Check], ...] = (
     ("cpu", _cpu),
     ("host", _host),
     ("port", _port),
+    ("numa", _numa),
     ("keys", _keys),
     ("model", _model),
     ("programs", _programs),

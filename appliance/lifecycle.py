@@ -35,9 +35,11 @@ from appliance.config import (
     worker_environment,
 )
 from appliance.config_rules import host_problems
+from appliance.host.numa import Placement, choose, keep_to, read_topology
 from appliance.host.process import age_s, ending, notify
 from appliance.host.segments import SegmentError, SegmentFile, remove_stale
 from appliance.telemetry import clear_metrics
+from planner.target import DEFAULT_TARGET, find_target
 
 ENGINE_END_S = 2.0
 """Time the engine gets to end after the workers have."""
@@ -108,6 +110,9 @@ def serve(
         raise StartError("\n".join(problems))
     for path in remove_stale():
         _log.info("removed the segments of a dead instance", file=str(path))
+    placement = place_near_gpu(config)
+    keep_to(placement)
+    _log.info("placement", placed=placement.evidence, faults=[fault for fault, _ in placement.faults])
     with reserve_port(config.server.host, config.server.port) as reservation:
         port = reservation.getsockname()[1]
         instance = f"{os.getpid()}-{secrets.token_hex(4)}"
@@ -119,6 +124,14 @@ def serve(
         finally:
             shutil.rmtree(directory, ignore_errors=True)
             os.close(lock)
+
+
+def place_near_gpu(config: ApplianceConfig, root: Path = Path("/")) -> Placement:
+    """Where this configuration's processes belong on this host; children and shared memory follow the main process."""
+    on_gpu = find_target(config.engine.target or DEFAULT_TARGET).card and config.engine.near_gpu
+    first = config.gpu.device_id
+    devices = range(first, first + config.engine.devices) if on_gpu else range(0)
+    return choose(read_topology(root), devices, os.sched_getaffinity(0))
 
 
 def reserve_port(host: str, port: int) -> socket.socket:
