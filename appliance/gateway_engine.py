@@ -121,6 +121,11 @@ class EngineGateway:
         self._told_status_s = float("-inf")
 
     @property
+    def memory(self) -> memoryview:
+        """The memory of all segments."""
+        return self._segments.memory
+
+    @property
     def live_keys(self) -> frozenset[int]:
         """Segments that a sequence may still write to."""
         return frozenset(self._streams)

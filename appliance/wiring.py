@@ -8,12 +8,15 @@ from functools import partial
 from pathlib import Path
 
 import jax
+import structlog
 
 from appliance.assignment import Assignment
 from appliance.config import EngineConfig, training_environment
 from appliance.engine import Engine
 from appliance.engine_metrics import EngineObserver
-from appliance.engine_ports import Gateway, ProgramSet
+from appliance.engine_ports import ProgramSet
+from appliance.gateway_engine import EngineGateway
+from appliance.host.pinned import PinError, page_lock
 from appliance.model.placed import load_weights
 from appliance.model.record import read_record
 from appliance.prediction import LengthForecast, TrainingProcess, state_file
@@ -29,12 +32,14 @@ from planner.schedule import Scheduler, SchedulerSettings
 from planner.store import open_store
 from planner.target import find_target
 
+_log = structlog.get_logger("zccp.engine")
+
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
 def build_engine(
     assignment: Assignment,
-    gateway: Gateway,
+    gateway: EngineGateway,
     observer: EngineObserver,
     announce: Callable[[str], None],
 ) -> tuple[Engine, ModelLimits]:
@@ -56,6 +61,9 @@ def build_engine(
     programs = {program.bucket: program for program in store.load_all()}
     announce("restoring weights")
     weights = load_weights(folder, plan)
+    if find_target(plan.target).card:
+        announce("page-locking segments")
+        _page_lock(gateway)
     announce("making the page pool")
     state = jax.block_until_ready(empty_state(programs))
     announce("running every program once")
@@ -105,6 +113,14 @@ def lend_to(plan: Plan) -> Callable[[Ints], jax.Array] | None:
     if find_target(plan.target).platform != "cpu" or plan.devices > 1:
         return None
     return partial(jax.dlpack.from_dlpack, copy=False)
+
+
+def _page_lock(gateway: EngineGateway) -> None:
+    """Let the GPU read segments itself; without that it still gets every id, through a buffer of the driver's."""
+    try:
+        page_lock(gateway.memory)
+    except PinError as error:
+        _log.warning("segments are not page-locked", cause=str(error))
 
 
 def _forecast(assignment: Assignment, model: str, observer: EngineObserver) -> LengthForecast | None:

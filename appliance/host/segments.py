@@ -228,6 +228,11 @@ class SegmentFile:
         """Say how many completion ids are in a segment, once they are there."""
         _U32.pack_into(self._bytes, segment * self.stride_bytes + _COMPLETION_LEN_OFFSET, completion_len)
 
+    @property
+    def memory(self) -> memoryview:
+        """All segments, in the order of their numbers."""
+        return self._bytes
+
     def tokens(self, segment: int) -> memoryview:
         """The token array of a segment, int32 [131072], shared with every process that maps the file."""
         return self._tokens[segment]
