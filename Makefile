@@ -26,7 +26,7 @@ serve: $(RUNTIME) ## fetch and convert the small model, build its programs, serv
 	@exec $(BIN)/zccp serve --model $(MODEL) --host 127.0.0.1
 
 test: $(DEVELOPMENT) ## run the whole test suite in two processes; make test WORKERS=N for more
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --no-loadscope-reorder
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --no-loadscope-reorder --durations 40
 
 quick: $(DEVELOPMENT) ## run the tests that start no real model and none of the repository checks
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --no-loadscope-reorder -m "not system" --ignore tests/repo
