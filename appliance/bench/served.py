@@ -153,14 +153,18 @@ def serving(
 
 
 def wait_until_ready(
-    process: "subprocess.Popen[bytes]", url: str, log: Path, clock: Callable[[], float] = time.monotonic
+    process: "subprocess.Popen[bytes]",
+    url: str,
+    log: Path,
+    clock: Callable[[], float] = time.monotonic,
+    timeout_s: float = START_TIMEOUT_S,
 ) -> None:
     """Ask ``url`` until it answers 200.
 
     Raises:
         BenchError: the process ended, or the time is over.
     """
-    deadline_s = clock() + START_TIMEOUT_S
+    deadline_s = clock() + timeout_s
     with httpx.Client(timeout=5) as client:
         while clock() < deadline_s:
             if process.poll() is not None:
@@ -171,7 +175,7 @@ def wait_until_ready(
             except httpx.TransportError:
                 pass
             time.sleep(_POLL_S)
-    raise BenchError(f"{url} was not ready after {START_TIMEOUT_S:g} s; its log ends: {tail(log)}")
+    raise BenchError(f"{url} was not ready after {timeout_s:g} s; its log ends: {tail(log)}")
 
 
 def end(process: "subprocess.Popen[bytes]") -> None:

@@ -22,6 +22,8 @@ from appliance.config import ApplianceConfig
 from appliance.model.record import read_record
 
 HERE = Path(__file__).parent
+LOAD_S = 600.0
+"""Time that Flask workers get to import torch and load the model."""
 NGINX_PLACES = "/usr/sbin:/usr/local/sbin:/usr/bin"
 _NULL_APPLIANCE = (sys.executable, "-m", "tests.bench.null_engine", "serve")
 
@@ -102,7 +104,7 @@ def old_stack(model: Path, workers: int, *, null: bool) -> Iterator[Stack]:
         front = [nginx, "-p", str(folder), "-c", str(settings), "-e", str(folder / "nginx-error.log")]
         served = _started(stack, application, log, environment, HERE / "old_stack")
         proxy = _started(stack, front, log, environment, folder)
-        wait_until_ready(served, f"http://127.0.0.1:{port}/health", log)
+        wait_until_ready(served, f"http://127.0.0.1:{port}/health", log, timeout_s=LOAD_S)
         yield Stack("old", port, (served.pid, proxy.pid))
 
 

@@ -6,3 +6,4 @@ bind = f"unix:{os.environ['OLD_STACK_SOCKET']}"  # noqa: TID251
 workers = int(os.environ["OLD_STACK_WORKERS"])  # noqa: TID251
 worker_class = "sync"
 timeout = 120
+control_socket_disable = True
