@@ -124,6 +124,7 @@ def nginx_config(config: ApplianceConfig) -> str:
         connections=connections,
         files=2 * connections,
         listen=f"[{proxy.host}]:{proxy.port}" if ":" in proxy.host else f"{proxy.host}:{proxy.port}",
+        both_families=proxy.host == "::",
         sockets=[proxy.socket_of(worker) for worker in range(server.workers)],
         idle_s=PROXY_IDLE_S - IDLE_MARGIN_S,
         ciphers=":".join(CIPHERS),

@@ -1,15 +1,17 @@
 """Bodies that come as files, by the private socket's application; who else sends the header gets nothing for it."""
 
 import asyncio
+import gc
 import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from api.body import read_body
-from api.body_file import HandedOver
+from api.body_file import HandedOver, _mapped
 from api.errors import HandoffError
 from api.ports import Tenant
 from api.settings import ApiSettings
@@ -85,6 +87,20 @@ def test_a_file_gives_the_answer_that_the_body_gives(
     assert source.named == [NAMED["x-zccp-body"].encode()]
     assert not source.path.exists()
     assert source.size() == 0  # nobody refers to the mapping any more
+
+
+def test_a_field_that_stays_raw_keeps_its_bytes(files: list[Files], tmp_path: Path) -> None:
+    class Kept(msgspec.Struct):
+        field: msgspec.Raw
+
+    source = Files(tmp_path, b'{"field": [1, 2, 3]}' + b" " * 100_000)
+    files.append(source)
+    kept = msgspec.json.decode(_mapped(source.take(b""), ApiSettings()), type=Kept)
+    gc.collect()
+    assert source.size() > 0
+    assert bytes(kept.field) == b"[1, 2, 3]"
+    del kept
+    assert source.size() == 0
 
 
 def test_the_memory_of_a_body_is_free_while_the_answer_is_made(files: list[Files], tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_figures_follow_from_the_configuration() -> None:
 def test_tls_is_modern_and_hsts_is_said_where_asked_for() -> None:
     tls = {"host": "::", "certificate": "/c.pem", "certificate_key": "/k.pem"}
     found = directives(made({**tls, "hsts_s": 10}))
-    assert found["listen"] == ["[::]:8443 ssl http2 default_server backlog=4096"]
+    assert found["listen"] == ["[::]:8443 ssl http2 default_server backlog=4096 ipv6only=off"]
     assert found["ssl_protocols"] == ["TLSv1.2 TLSv1.3"]
     assert (found["ssl_certificate"], found["ssl_certificate_key"]) == (["/c.pem"], ["/k.pem"])
     assert all(name.startswith("ECDHE-") and "CBC" not in name for name in found["ssl_ciphers"][0].split(":"))

@@ -387,6 +387,25 @@ def test_bc_188_a_worker_that_stays_silent_is_a_504_and_its_request_is_cancelled
         assert engine.running == 0
 
 
+def test_bc_188_pings_keep_a_silent_stream_alive() -> None:
+    engine, gate = gated()
+
+    def impatient(text: str) -> str:
+        return re.sub(r"proxy_read_timeout \d+s;", "proxy_read_timeout 1s;", text)
+
+    with (
+        fronted(Rig(engine, settings=ApiSettings(keepalive_s=0.1)), tls=False, change=impatient) as made,
+        httpx.Client() as client,
+        client.stream("POST", made.front.url + CHAT, json=chat(stream=True)) as reply,
+    ):
+        lines = reply.iter_lines()
+        pings = (line for line in lines if line.startswith(":"))
+        for _ in range(15):  # longer than nginx would wait in silence
+            next(pings)
+        made.soon(gate.set)
+        assert "data: [DONE]" in list(lines)
+
+
 def test_a_client_that_leaves_ends_its_generation_and_leaves_no_file() -> None:
     engine, _gate = gated()
     with fronted(Rig(engine), tls=False) as made:
