@@ -6,6 +6,7 @@ Owns the checks that need no knowledge of the endpoint. Every refusal comes befo
 import asyncio
 import codecs
 import re
+from mmap import mmap
 from typing import TypeVar
 
 import msgspec
@@ -22,6 +23,9 @@ from api.errors import (
 from api.exchange import Exchange
 from api.settings import ApiSettings
 
+Body = bytes | bytearray | mmap
+"""A body as it came: from a socket, or as the mapping of a file (``api.body_file``)."""
+
 _Request = TypeVar("_Request")
 _JSON_TYPE = re.compile(r"application/(?:[\w.+-]+\+)?json")
 _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$\.?(.*?)`)?$", re.DOTALL)
@@ -31,7 +35,7 @@ _DECODED_BYTES = 1 << 16
 _ESCAPE = re.compile(rb"\\(?:u([0-9a-fA-F]{4})|.)", re.DOTALL)
 
 
-async def read_body(exchange: Exchange, settings: ApiSettings) -> bytes | bytearray:
+async def read_body(exchange: Exchange, settings: ApiSettings) -> Body:
     """The whole body; from here on the exchange watches for the client leaving.
 
     Raises:
@@ -44,7 +48,7 @@ async def read_body(exchange: Exchange, settings: ApiSettings) -> bytes | bytear
     _check_media_type(exchange)
     declared = exchange.header(b"content-length")
     if declared is not None and declared.isdigit() and int(declared) > settings.max_body_bytes:
-        raise _too_large(int(declared), settings)
+        raise too_large(int(declared), settings)
     try:
         async with asyncio.timeout(settings.body_timeout_s):
             body = await _collect(exchange, settings)
@@ -54,8 +58,8 @@ async def read_body(exchange: Exchange, settings: ApiSettings) -> bytes | bytear
     return body
 
 
-async def _collect(exchange: Exchange, settings: ApiSettings) -> bytes | bytearray:
-    held: bytes | bytearray = b""
+async def _collect(exchange: Exchange, settings: ApiSettings) -> Body:
+    held: Body = b""
     while True:
         message = await exchange.receive()
         if message["type"] != "http.request":
@@ -63,7 +67,7 @@ async def _collect(exchange: Exchange, settings: ApiSettings) -> bytes | bytearr
         part = message.get("body", b"")
         more = message.get("more_body", False)
         if len(held) + len(part) > settings.max_body_bytes:
-            raise _too_large(len(held) + len(part), settings)
+            raise too_large(len(held) + len(part), settings)
         if not held:
             held = bytearray(part) if more else part
         elif isinstance(held, bytearray):
@@ -72,7 +76,7 @@ async def _collect(exchange: Exchange, settings: ApiSettings) -> bytes | bytearr
             return held
 
 
-def decode(decoder: msgspec.json.Decoder[_Request], body: bytes | bytearray) -> _Request:
+def decode(decoder: msgspec.json.Decoder[_Request], body: Body) -> _Request:
     """A body as the endpoint's request struct.
 
     Raises:
@@ -92,9 +96,9 @@ def decode(decoder: msgspec.json.Decoder[_Request], body: bytes | bytearray) -> 
     return request
 
 
-def _check_encoding(body: bytes | bytearray) -> None:
+def _check_encoding(body: Body) -> None:
     """Refuse bytes that are no UTF-8 where the JSON decoder does not look: in values that nothing reads."""
-    if body.isascii():
+    if not isinstance(body, mmap) and body.isascii():
         return
     decoder = codecs.getincrementaldecoder("utf-8")()
     with memoryview(body) as view:
@@ -126,7 +130,8 @@ def _check_media_type(exchange: Exchange) -> None:
             raise MediaTypeError(f"charset {quoted(value.strip())} is not taken; send the body in utf-8")
 
 
-def _too_large(size: int, settings: ApiSettings) -> BodyTooLargeError:
+def too_large(size: int, settings: ApiSettings) -> BodyTooLargeError:
+    """The refusal of a body of ``size`` bytes or more."""
     return BodyTooLargeError(
         f"the body has {size} bytes or more; at most {settings.max_body_bytes} are taken: send less, or raise"
         " server.max_body_mb"
@@ -155,14 +160,14 @@ def _cut(text: str) -> str:
     return text if len(text) <= 128 else f"{text[:128]}..."
 
 
-def _malformed(text: str, body: bytes | bytearray) -> str:
+def _malformed(text: str, body: Body) -> str:
     at = lone_surrogate(body)
     if at is not None:
         return f"a lone surrogate escape at byte {at}; send both halves of the pair, or the character itself"
     return text
 
 
-def lone_surrogate(body: bytes | bytearray) -> int | None:
+def lone_surrogate(body: Body) -> int | None:
     r"""Byte at which the first ``\uD800``-``\uDFFF`` escape without its other half stands; None when there is none."""
     expected_at, high_at = -1, -1
     for match in _ESCAPE.finditer(body):

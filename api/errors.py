@@ -24,6 +24,7 @@ The tree (status; OpenAI type and code; Anthropic type)::
     ├── OverloadedError            429  rate_limit_error       overloaded                   rate_limit_error
     ├── GenerationError            500  server_error           generation_failed            api_error
     ├── InternalError              500  server_error           internal_error               api_error
+    ├── HandoffError               500  server_error           handoff_failed               api_error
     └── NotReadyError              503  server_error           not_ready                    overloaded_error
 
 503 stands where Anthropic's own service answers 529: the type is the same, and proxies know 503.
@@ -213,6 +214,12 @@ class GenerationError(ApiError):
 
 class InternalError(ApiError):
     """A fault of this process; the log has the cause under the request id."""
+
+
+class HandoffError(ApiError):
+    """The proxy in front named a file as the body that is not one of its own, or is gone."""
+
+    code = "handoff_failed"
 
 
 class NotReadyError(ApiError):

@@ -29,7 +29,10 @@ DISCARD_BODIES = 2
 connection that is closed while bytes come in is reset, and the client may lose the answer with it."""
 
 _STATE_KEY = "exchange"
-_REQUEST_ID = re.compile(rb"[!-~]{1,128}")
+REQUEST_ID = r"[!#-\[\]-~]{1,128}"
+"""Ids that are taken over from clients: printable, and without the two characters that JSON would have to escape."""
+
+_REQUEST_ID = re.compile(REQUEST_ID.encode())
 
 
 @dataclass(slots=True)

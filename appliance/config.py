@@ -14,6 +14,7 @@ import msgspec
 import yaml
 from msgspec import Meta, Struct, field
 
+from appliance.config_proxy import ProxyConfig, with_absolute_paths
 from appliance.config_rules import ConfigError, rule_problems, shape_problems
 from appliance.host.segments import SEGMENT_TOKENS
 from pallas_kernels.card import find_card
@@ -179,6 +180,7 @@ class ApplianceConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """The whole configuration; after ``load`` every path is absolute and every rule holds."""
 
     server: ServerConfig = ServerConfig()
+    proxy: ProxyConfig = ProxyConfig()
     gpu: GpuConfig = GpuConfig()
     cache: CacheConfig = CacheConfig()
     shared_memory: SharedMemoryConfig = SharedMemoryConfig()
@@ -205,6 +207,11 @@ class ApplianceConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def keys_file(self) -> Path:
         """The file of hashed keys."""
         return Path(self.auth.keys_file)
+
+    @property
+    def max_body_bytes(self) -> int:
+        """Largest body of a request."""
+        return int(self.server.max_body_mb * 1024 * 1024)
 
     def context_of(self, model_context: int) -> int:
         """Prompt and completion ids together that a request may have, for a model made for ``model_context``."""
@@ -434,6 +441,7 @@ def _with_paths(config: ApplianceConfig) -> ApplianceConfig:
     return msgspec.structs.replace(
         config,
         paths=PathsConfig(home=str(home.absolute()), run=str(run.absolute())),
+        proxy=with_absolute_paths(config.proxy),
         auth=msgspec.structs.replace(config.auth, keys_file=str(keys.absolute())),
         programs=ProgramsConfig(
             directory=_absolute(config.programs.directory), public_key=_absolute(config.programs.public_key)

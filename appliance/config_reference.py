@@ -4,6 +4,7 @@ Owns the table of keys. Reads type information only.
 """
 
 from dataclasses import asdict, dataclass
+from typing import cast
 
 from msgspec import NODEFAULT, inspect
 
@@ -92,4 +93,6 @@ def _default(key: inspect.Field) -> str:
     value = key.default
     if value is NODEFAULT or value is None or value in ("", ()):
         return "empty"
+    if isinstance(value, tuple):
+        return ", ".join(f"`{item}`" for item in cast("tuple[object, ...]", value))
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Struct, inspect
 
+from appliance.config_proxy import proxy_problem
 from appliance.host.segments import MIN_STRIDE_BYTES, SHARED_MEMORY
 
 if TYPE_CHECKING:
@@ -67,9 +68,11 @@ def host_problems(
             f"shared_memory: {memory.segment_count} segments of {memory.segment_size_kb} KiB need {wanted >> 20} MiB"
             f" and {SHARED_MEMORY} has {free >> 20} MiB free; lower segment_count or enlarge the file system"
         )
-    if not keys_present and not is_loopback(config.server.host) and not config.auth.allow_unauthenticated_non_loopback:
+    hosts = {"server.host": config.server.host} | ({"proxy.host": config.proxy.host} if config.proxy.directory else {})
+    reachable = next((key for key, host in hosts.items() if not is_loopback(host)), None)
+    if reachable and not keys_present and not config.auth.allow_unauthenticated_non_loopback:
         problems.append(
-            f"server.host {config.server.host} is reachable from other machines and there is no API key in"
+            f"{reachable} {hosts[reachable]} is reachable from other machines and there is no API key in"
             f" {config.keys_file}; make one with `zccp keys add`, listen on 127.0.0.1, or set"
             " auth.allow_unauthenticated_non_loopback: true"
         )
@@ -312,9 +315,24 @@ def _origins(config: "ApplianceConfig") -> str | None:
     return None
 
 
+def _proxy(config: "ApplianceConfig") -> str | None:
+    proxy, server = config.proxy, config.server
+    problem = proxy_problem(proxy, server.workers)
+    if problem is not None or not proxy.directory:
+        return problem
+    if not proxy.certificate and not is_loopback(proxy.host):
+        return (
+            f"proxy.host {proxy.host} is reachable from other machines and there is no certificate; set"
+            " proxy.certificate and proxy.certificate_key, or listen on 127.0.0.1"
+        )
+    if (proxy.host, proxy.port) == (server.host, server.port):
+        return f"proxy.port and server.port are both {server.port} on {server.host}; nginx needs one of its own"
+    return None
+
+
 _RULES: tuple[Callable[["ApplianceConfig"], str | None], ...] = (
     _host, _origins, _segment_size, _segments_per_worker, _page_size, _prefill_chunk, _redis_url, _mask_patterns,
-    _reference, _aliases, _log_prompts, _paths, _collector,
+    _reference, _aliases, _log_prompts, _paths, _collector, _proxy,
 )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ Owns the list of checks. Reads the host, the configuration and the stores; chang
 version is listed as not checked rather than left out.
 """
 
+import errno
 import platform
 import sys
 from collections.abc import Callable, Iterator
@@ -20,7 +21,6 @@ State = Literal["ok", "failed", "not checked"]
 
 NOT_CHECKED = (
     ("gpu", "drivers, memory and clocks of GPUs"),
-    ("proxy", "nginx in front of the workers"),
     ("redis", "the fingerprint index"),
 )
 
@@ -84,10 +84,14 @@ def _host(config: ApplianceConfig) -> Finding:
 
 def _port(config: ApplianceConfig) -> Finding:
     from appliance.lifecycle import StartError, reserve_port  # noqa: PLC0415 - only here
+    from appliance.proxy_probe import is_live, local  # noqa: PLC0415 - reads httpx
 
     try:
         reserve_port(config.server.host, config.server.port).close()
     except StartError as error:
+        url = f"http://{local(config.server.host)}:{config.server.port}"
+        if getattr(error.__cause__, "errno", 0) == errno.EADDRINUSE and is_live(url):
+            return Finding("port", "ok", f"an appliance answers at {url}")
         cause, _, remedy = str(error).partition("; ")
         return Finding("port", "failed", cause, remedy)
     return Finding("port", "ok", f"{config.server.host} port {config.server.port} is free")
@@ -115,6 +119,22 @@ def _keys(config: ApplianceConfig) -> Finding:
     if path.stat().st_mode & 0o077:
         return Finding("keys", "failed", f"others can read {path}", f"chmod 600 {path}")
     return Finding("keys", "ok", f"{len(keys)} keys in {path}")
+
+
+def _proxy(config: ApplianceConfig) -> Finding:
+    from appliance.handoff import HandoffDirectoryError  # noqa: PLC0415 - only here
+    from appliance.proxy_probe import ProxyProbeError, probe  # noqa: PLC0415 - reads httpx
+
+    if not config.proxy.directory:
+        return Finding("proxy", "ok", "no nginx in front: proxy.directory is empty")
+    try:
+        evidence = probe(config)
+    except (HandoffDirectoryError, ProxyProbeError) as error:
+        cause, _, remedy = str(error).partition("; ")
+        return Finding("proxy", "failed", cause, remedy)
+    if evidence is None:
+        return Finding("proxy", "not checked", f"no worker listens in {config.proxy.directory}: start the appliance")
+    return Finding("proxy", "ok", evidence)
 
 
 def _model(config: ApplianceConfig) -> Finding:
@@ -173,6 +193,7 @@ _CHECKS: tuple[tuple[str, Check], ...] = (
     ("port", _port),
     ("numa", _numa),
     ("keys", _keys),
+    ("proxy", _proxy),
     ("model", _model),
     ("programs", _programs),
 )

@@ -35,6 +35,7 @@ from appliance.config import (
     worker_environment,
 )
 from appliance.config_rules import host_problems
+from appliance.handoff import directories, sweep
 from appliance.host.numa import Placement, choose, keep_to, read_topology
 from appliance.host.process import age_s, ending, notify
 from appliance.host.segments import SegmentError, SegmentFile, remove_stale
@@ -104,6 +105,7 @@ def serve(
 
     Raises:
         StartError: something the start needs is missing or taken.
+        HandoffDirectoryError: what nginx and the workers share is not fit, or taken.
     """
     problems = host_problems(config, keys_present=config.keys_file.exists())
     if problems:
@@ -113,7 +115,7 @@ def serve(
     placement = place_near_gpu(config)
     keep_to(placement)
     _log.info("placement", placed=placement.evidence, faults=[fault for fault, _ in placement.faults])
-    with reserve_port(config.server.host, config.server.port) as reservation:
+    with reserve_port(config.server.host, config.server.port) as reservation, directories(config.proxy):
         port = reservation.getsockname()[1]
         instance = f"{os.getpid()}-{secrets.token_hex(4)}"
         directory, lock = make_run_directory(config.run, instance)
@@ -317,6 +319,7 @@ class _Node:
             if now >= next_sweep:
                 next_sweep = now + sweep_s
                 remove_stale()
+                sweep(self._config.proxy, time.clock_gettime(time.CLOCK_REALTIME))
             if not self._ready and all(child.last.state == "ready" for child in self._workers):
                 self._say_ready()
                 next_beat = min(next_beat, now + 0.05)

@@ -20,18 +20,21 @@ from typing import TYPE_CHECKING
 
 import structlog
 import uvloop
+from litestar import Litestar
 from prometheus_client import CollectorRegistry
 
 from api.app import ROUTES, create_app
+from api.body_file import HandedOver
 from api.ports import ModelCard, TextCodec
 from api.settings import ApiSettings, Clock
 from appliance.assignment import Assignment, Notice, read_assignment, send_notice
 from appliance.config import ApplianceConfig
 from appliance.gateway_worker import LinkSettings, WorkerGateway
+from appliance.handoff import BodyDirectory, HandoffDirectoryError
 from appliance.host.ledger import Ledger, LedgerError
 from appliance.host.process import die_with_parent
 from appliance.host.segments import SegmentError, SegmentFile, share
-from appliance.http_server import HttpServer
+from appliance.http_server import HttpServer, at_port, at_socket
 from appliance.keys import FileKeyRing, KeyFileError
 from appliance.model.codec import Codec
 from appliance.model.record import ModelRecordError, read_record
@@ -41,10 +44,15 @@ from appliance.telemetry import Metrics, WorkerObserver, configure_logging
 if TYPE_CHECKING:
     from appliance.tracing import TraceExporter
 
+PROXY_IDLE_CONNECTIONS = 1024
+"""Connections that nginx may keep without a request on them, beside those that ``server.max_connections`` allows."""
 CLOSE_GRACE_S = 2.0
 """Time for the last bytes once every choice has ended."""
 TRACES_GRACE_S = 1.0
 """Time for the last traces."""
+
+_DAMAGED = (HandoffDirectoryError, KeyFileError, LedgerError, ModelRecordError, SegmentError, TokenizerError)
+"""What ends a worker at its start with the message alone."""
 
 _log = structlog.get_logger("zccp.worker")
 
@@ -80,7 +88,7 @@ def run(assignment: Assignment, load_text: LoadText) -> int:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
             return runner.run(_serve(assignment, load_text))
-        except (KeyFileError, LedgerError, ModelRecordError, SegmentError, TokenizerError) as error:
+        except _DAMAGED as error:
             send_notice(assignment.notify_fd, Notice(state="failed", reason=str(error)))
             _log.error("the worker ends", cause=str(error), kind=type(error).__name__)
             return 1
@@ -119,7 +127,7 @@ async def _serve(assignment: Assignment, load_text: LoadText) -> int:
         export=None if traces is None else traces.export,
     )
     settings = ApiSettings(
-        max_body_bytes=int(config.server.max_body_mb * 1024 * 1024),
+        max_body_bytes=config.max_body_bytes,
         keepalive_s=config.server.keepalive_s,
         write_timeout_s=config.server.write_timeout_s,
         max_choices=min(64, owned.count),
@@ -127,28 +135,22 @@ async def _serve(assignment: Assignment, load_text: LoadText) -> int:
         draining=lambda: stop.signals > 0,
     )
     app = create_app(gateway, codec, card, keys, ledger, observer, settings, Clock())
-    server = HttpServer(
-        app,
-        config.server.host,
-        assignment.port,
-        http2=config.server.http2,
-        max_connections=max(1, config.server.max_connections // config.server.workers),
-    )
+    servers = _servers(assignment, app, settings)
     gateway.start()
-    serving = server.start()
+    serving = [server.start() for server in servers]
     telling = asyncio.create_task(
         _tell(gateway, assignment.notify_fd, lambda: metrics.segments_used.set(owned.count - gateway.free_segments))
     )
     waiting = asyncio.create_task(stop.event.wait())
-    await asyncio.wait({serving, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait({*serving, waiting}, return_when=asyncio.FIRST_COMPLETED)
     if not waiting.done():
-        cause = serving.exception() or "it returned"
+        cause = next(task for task in serving if task.done()).exception() or "it returned"
         _log.error("the HTTP server ended", cause=str(cause))
         send_notice(assignment.notify_fd, Notice(state="failed", reason=f"the HTTP server ended: {cause}"))
         return 1
     telling.cancel()
     await _drain(gateway, stop, config.server.drain_s)
-    closed = await server.stop(CLOSE_GRACE_S)
+    closed = all(await asyncio.gather(*(server.stop(CLOSE_GRACE_S) for server in servers)))
     await gateway.close()
     segments.close()
     ledger.close()
@@ -167,6 +169,22 @@ def _traces(config: ApplianceConfig) -> "TraceExporter | None":
     from appliance.tracing import to_collector  # noqa: PLC0415
 
     return to_collector(telemetry.otlp_endpoint, telemetry.trace_sample_ratio)
+
+
+def _servers(assignment: Assignment, app: Litestar, settings: ApiSettings) -> list[HttpServer]:
+    """The server at the port that clients may use and, with nginx in front, the one at the socket that it alone may.
+
+    Raises:
+        HandoffDirectoryError: nginx's bodies could not be taken from their directory.
+    """
+    server, proxy = assignment.config.server, assignment.config.proxy
+    share = max(1, server.max_connections // server.workers)
+    servers = [at_port(app, server.host, assignment.port, http2=server.http2, max_connections=share)]
+    if proxy.directory:
+        private = HandedOver(app, BodyDirectory(proxy.bodies).take, settings)
+        most = server.max_connections + PROXY_IDLE_CONNECTIONS
+        servers.append(at_socket(private, proxy.socket_of(assignment.index), max_connections=most))
+    return servers
 
 
 async def _tell(gateway: WorkerGateway, descriptor: int, count: Callable[[], None]) -> None:

@@ -166,7 +166,7 @@ def test_a_sane_request_id_is_taken_over(sane: str) -> None:
     assert reply.json()["id"] != again.json()["id"]
 
 
-@pytest.mark.parametrize("odd", ["", "a b", "x" * 129, "\u00e9"])
+@pytest.mark.parametrize("odd", ["", "a b", "x" * 129, "\u00e9", 'a"b', "a\\b"])
 def test_other_request_ids_are_replaced(odd: str) -> None:
     made = Rig().post(CHAT, chat(), {"x-request-id": odd.encode()}).header("x-request-id") or ""
     assert re.fullmatch(r"req_[0-9a-f]{24}", made)

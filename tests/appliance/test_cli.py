@@ -129,7 +129,7 @@ def test_doctor_is_honest(run: Callable[..., Result]) -> None:
     assert findings["model"]["remedy"] == "zccp models pull smollm2-135m"
     assert findings["programs"]["remedy"] == "zccp build"
     assert {name for name, finding in findings.items() if finding["state"] == "not checked"} == {
-        "gpu", "proxy", "redis",
+        "gpu", "redis",
     }  # fmt: skip
 
 

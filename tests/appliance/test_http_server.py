@@ -2,8 +2,9 @@
 
 import io
 import logging
+from pathlib import Path
 
-from appliance.http_server import HttpServer
+from appliance.http_server import at_port, at_socket
 from tests.support.live_server import free_port
 
 
@@ -11,7 +12,7 @@ async def nothing(scope, receive, send):
     """An application that is never asked."""
 
 
-def test_making_a_server_closes_no_handler_and_no_stream_of_others() -> None:
+def test_making_a_server_closes_no_handler_and_no_stream_of_others(tmp_path: Path) -> None:
     class Closing(logging.StreamHandler):
         """Closes its stream with itself, as some libraries' handlers close stderr."""
 
@@ -24,7 +25,8 @@ def test_making_a_server_closes_no_handler_and_no_stream_of_others() -> None:
     logger = logging.getLogger("zccp.test")
     logger.addHandler(handler)
     try:
-        HttpServer(nothing, "127.0.0.1", free_port(), http2=False, max_connections=8)
+        at_port(nothing, "127.0.0.1", free_port(), http2=False, max_connections=8)
+        at_socket(nothing, tmp_path / "socket", max_connections=8)
         logger.warning("still here")
     finally:
         logger.removeHandler(handler)

@@ -179,6 +179,7 @@ class Rig:
         self.keys = Keys(keys)
         self.quota = CountingQuota()
         self.observer = ListObserver()
+        self.settings = settings or ApiSettings()
         self.card = ModelCard(
             name=MODEL,
             aliases=(ALIAS, "org/name"),
@@ -187,9 +188,7 @@ class Rig:
             vocab=VOCAB,
             has_chat_template=has_chat_template,
         )
-        self.app = create_app(
-            self.engine, self.codec, self.card, self.keys, self.quota, self.observer, settings or ApiSettings()
-        )
+        self.app = create_app(self.engine, self.codec, self.card, self.keys, self.quota, self.observer, self.settings)
 
     async def call(
         self,
