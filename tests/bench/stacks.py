@@ -5,6 +5,7 @@ other one is the appliance. Knows no clock.
 """
 
 import os
+import pwd
 import shutil
 import string
 import subprocess
@@ -90,8 +91,8 @@ def old_stack(model: Path, workers: int, *, null: bool) -> Iterator[Stack]:
         for name in ("body", "proxy", "fastcgi", "uwsgi", "scgi"):
             (folder / name).mkdir()
         template = string.Template((HERE / "old_stack" / "nginx.conf").read_text())
-        settings = folder / "nginx.conf"
-        settings.write_text(template.substitute(folder=folder, socket=socket, port=port))
+        settings, account = folder / "nginx.conf", pwd.getpwuid(os.geteuid()).pw_name
+        settings.write_text(template.substitute(folder=folder, socket=socket, port=port, account=account))
         environment = {
             **os.environ,  # noqa: TID251 - of a process that is a part of the bench
             "OLD_STACK_MODEL": str(source.parent if source.is_file() else source),
