@@ -57,7 +57,11 @@ class GpuConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class CacheConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Reuse across requests. Accepted and checked; not yet active in this version."""
+    """Reuse across requests. What is marked so is accepted and checked, and not yet active in this version."""
+
+    known_ids_mb: Annotated[
+        float, _number(0, 4096, "Memory of a worker for ids of long texts, which are then not made again, MiB.")
+    ] = 32.0
 
     redis_url: Annotated[str, _text("Redis of the fingerprint index; empty = none. Not yet active.")] = ""
     csf_minhash_hashes: Annotated[Literal[128, 256], _text("Hash values of a fingerprint. Not yet active.")] = 128

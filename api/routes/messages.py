@@ -11,7 +11,7 @@ from litestar.handlers import HTTPRouteHandler
 from litestar.types import ASGIApp, Scope
 
 from api.answers import whole_answer
-from api.exchange import exchange_of, fresh_id
+from api.exchange import Exchange, exchange_of, fresh_id
 from api.routes.flow import require_chat_template, take_request, tokenised
 from api.run import start
 from api.schemas.anthropic import (
@@ -35,7 +35,7 @@ def messages_routes(services: Services) -> Sequence[HTTPRouteHandler]:
         request, body_len = await take_request(services, exchange, messages_decoder)
         services.require_model(request.model)
         ask = messages_ask(request, services.card.vocab)
-        prompt = await _prompt(services, request, body_len, ready=True)
+        prompt = await _prompt(services, exchange, request, body_len, ready=True)
         run = await start(services, exchange, ask, [prompt])
         message_id = fresh_id("msg_")
         if request.stream:
@@ -49,13 +49,15 @@ def messages_routes(services: Services) -> Sequence[HTTPRouteHandler]:
         exchange = exchange_of(scope)
         request, body_len = await take_request(services, exchange, count_decoder)
         services.require_model(request.model)
-        prompt = await _prompt(services, request, body_len, ready=False)
+        prompt = await _prompt(services, exchange, request, body_len, ready=False)
         return whole_answer(msgspec.json.encode(TokenCount(len(prompt))))
 
     return messages, count_tokens
 
 
-async def _prompt(services: Services, request: CountRequest, body_len: int, *, ready: bool) -> list[int]:
+async def _prompt(
+    services: Services, exchange: Exchange, request: CountRequest, body_len: int, *, ready: bool
+) -> Sequence[int]:
     conversation = conversation_of(request)
     require_chat_template(services)
     if ready:
@@ -63,5 +65,7 @@ async def _prompt(services: Services, request: CountRequest, body_len: int, *, r
     return await tokenised(
         services,
         body_len,
-        lambda: services.codec.encode_chat(conversation.messages, continue_last=conversation.continue_last),
+        lambda: services.codec.encode_chat(
+            conversation.messages, continue_last=conversation.continue_last, tenant=exchange.tenant_name
+        ),
     )
