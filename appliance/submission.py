@@ -6,6 +6,8 @@ prompt from its segment; keeps no state and never touches a socket.
 
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from appliance.host.segments import SEGMENT_TOKENS, SegmentFile
 from appliance.host.wire import Submit
 from planner.batch import NUM_SUPPRESSED, NUM_TOP_LOGPROBS
@@ -45,8 +47,9 @@ def make_sequences(message: Submit, segments: SegmentFile, limits: ModelLimits, 
     first = message.segments[0]
     prompt_len = segments.prompt_len(first)
     _check_lengths(prompt_len, message.sampling.max_tokens, min(limits.context, SEGMENT_TOKENS))
-    ids = segments.read_ids(first, 0, prompt_len)
-    _check_ids(ids, limits.vocab)
+    prompt = np.frombuffer(segments.tokens(first), np.int32, prompt_len)
+    _check_ids(int(prompt.min()), int(prompt.max()), limits.vocab)
+    ids: list[int] = prompt.tolist()
     base = _sampling(message, limits)
     sequences: list[Sequence] = []
     for index, key in enumerate(message.segments):
@@ -55,7 +58,7 @@ def make_sequences(message: Submit, segments: SegmentFile, limits: ModelLimits, 
                 key=key,
                 request_id=message.request_id,
                 tenant=message.tenant,
-                ids=list(ids),
+                ids=ids if index == 0 else list(ids),
                 prompt_len=prompt_len,
                 sampling=base if index == 0 else _with_seed(base, index),
                 arrival_s=now_s,
@@ -77,8 +80,7 @@ def _check_lengths(prompt_len: int, max_tokens: int, context: int) -> None:
         )
 
 
-def _check_ids(ids: list[int], vocab: int) -> None:
-    low, high = min(ids), max(ids)
+def _check_ids(low: int, high: int, vocab: int) -> None:
     if low < 0 or high >= vocab:
         raise SubmissionError("invalid", f"token id {low if low < 0 else high} is outside the vocabulary of {vocab}")
 
@@ -93,7 +95,8 @@ def _sampling(message: Submit, limits: ModelLimits) -> Sampling:
     if not -1 <= wire.top_logprobs <= NUM_TOP_LOGPROBS:
         raise SubmissionError("invalid", f"top_logprobs is {wire.top_logprobs}; at most {NUM_TOP_LOGPROBS} are given")
     if wire.logit_bias:
-        _check_ids([token_id for token_id, _ in wire.logit_bias], limits.vocab)
+        biased = [token_id for token_id, _ in wire.logit_bias]
+        _check_ids(min(biased), max(biased), limits.vocab)
     return Sampling(
         max_tokens=wire.max_tokens,
         temperature=wire.temperature,
