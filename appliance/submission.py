@@ -4,6 +4,7 @@ Owns the rules that a request must keep for the loaded model, whatever the HTTP 
 prompt from its segment; keeps no state and never touches a socket.
 """
 
+from array import array
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -47,9 +48,10 @@ def make_sequences(message: Submit, segments: SegmentFile, limits: ModelLimits, 
     first = message.segments[0]
     prompt_len = segments.prompt_len(first)
     _check_lengths(prompt_len, message.sampling.max_tokens, min(limits.context, SEGMENT_TOKENS))
-    prompt = np.frombuffer(segments.tokens(first), np.int32, prompt_len)
-    _check_ids(int(prompt.min()), int(prompt.max()), limits.vocab)
-    ids: list[int] = prompt.tolist()
+    ids = array("i", segments.tokens(first)[:prompt_len].tobytes())
+    checked = np.frombuffer(ids, np.int32)
+    _check_ids(int(checked.min()), int(checked.max()), limits.vocab)
+    del checked  # an array that is looked at cannot grow
     base = _sampling(message, limits)
     sequences: list[Sequence] = []
     for index, key in enumerate(message.segments):
@@ -58,7 +60,7 @@ def make_sequences(message: Submit, segments: SegmentFile, limits: ModelLimits, 
                 key=key,
                 request_id=message.request_id,
                 tenant=message.tenant,
-                ids=ids if index == 0 else list(ids),
+                ids=ids if index == 0 else ids[:],
                 prompt_len=prompt_len,
                 sampling=base if index == 0 else _with_seed(base, index),
                 arrival_s=now_s,

@@ -4,6 +4,7 @@ Owns the state that the scheduler moves and the engine publishes. Imports neithe
 times come in as arguments, in seconds on a monotonic clock.
 """
 
+from collections.abc import MutableSequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -59,9 +60,10 @@ class Sampling:
 class Sequence:
     """One stream of ids.
 
-    ``key`` is the id of the segment that carries it. ``ids`` holds the prompt and every completion id read back so far.
-    ``computed`` counts the positions whose keys and values are in pages or will be once the steps already dispatched
-    have run; ``in_flight`` counts completion ids dispatched and not yet read. ``slot`` is -1 without one.
+    ``key`` is the id of the segment that carries it. ``ids`` holds the prompt and every completion id read back so far,
+    in a list or an ``array``. ``computed`` counts the positions whose keys and values are in pages or will be once the
+    steps already dispatched have run; ``in_flight`` counts completion ids dispatched and not yet read. ``slot`` is -1
+    without one.
     ``leader`` is the first choice of the same request, whose full prompt pages this one shares (None for the first).
     ``order`` is its place in the order of submission: lower is older. ``expected_len`` is how many completion ids a
     prediction expects: advice for admission, any float, None without one.
@@ -70,7 +72,7 @@ class Sequence:
     key: int
     request_id: str
     tenant: str
-    ids: list[int]
+    ids: MutableSequence[int]
     prompt_len: int
     sampling: Sampling
     arrival_s: float

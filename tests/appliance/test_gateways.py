@@ -17,7 +17,7 @@ def test_tokens_pass_through_the_segment_and_it_is_free_again(tmp_path: Path) ->
         async with pair(tmp_path) as both:
             generation = await both.together(both.worker.submit(request(10, 11, 12)))
             (sequence,) = both.engine.sequences.values()
-            assert sequence.ids == [10, 11, 12]
+            assert list(sequence.ids) == [10, 11, 12]
             assert (sequence.prompt_len, sequence.request_id, sequence.tenant) == (3, "r1", "t")
             assert sequence.sampling.stop_ids == {2}
             assert both.worker.free_segments == 7

@@ -59,7 +59,7 @@ class EngineLoop:
     def emit(self, key: int, ids: tuple[int, ...], logprobs: tuple = (), finish: str = "", **ending: object) -> None:
         """Publish new ids of one sequence, and its end."""
         sequence = self.sequences[key]
-        sequence.ids += ids
+        sequence.ids.extend(ids)
         finished = None
         if finish:
             del self.sequences[key]
