@@ -15,6 +15,9 @@ from granian.server.embed import Server
 LEAVE_LOGGING_ALONE: dict[str, Any] = {"incremental": True, "handlers": {}}
 """Keeps granian from setting up ``logging``, which would close every handler of the process and what they write to."""
 
+READ_BYTES = 64 * 1024
+"""Most bytes of a body that the server hands over at once; it holds more than twice as many beside the body."""
+
 
 class HttpServer:
     """Serves one ASGI application on the running loop until ``stop``."""
@@ -36,7 +39,7 @@ class HttpServer:
             port=port,
             interface=Interfaces.ASGI,
             http=HTTPModes.auto if http2 else HTTPModes.http1,
-            http1_settings=HTTP1Settings(header_read_timeout=30_000),
+            http1_settings=HTTP1Settings(header_read_timeout=30_000, max_buffer_size=READ_BYTES),
             websockets=False,
             backlog=1024,
             backpressure=max_connections,
