@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,8 @@ from appliance.config_rules import plain
 
 START_TIMEOUT_S = 120.0
 END_TIMEOUT_S = 45.0
+SERVE = ("appliance.cli", "serve")
+"""The module and the verb that a bench starts; ``--config FILE`` follows."""
 _POLL_S = 0.01
 _LOG_TAIL = 2000
 
@@ -121,6 +123,7 @@ def serving(
     config: ApplianceConfig,
     overrides: Mapping[str, Mapping[str, object]] | None = None,
     clock: Callable[[], float] = time.monotonic,
+    module: Sequence[str] = SERVE,
 ) -> Generator[Served]:
     """Start the appliance, wait until it is ready, give it, and end it.
 
@@ -128,6 +131,7 @@ def serving(
         config: the configuration it starts from.
         overrides: section -> key -> value on top of it.
         clock: monotonic seconds.
+        module: what is run, where it is not the appliance as it is served.
 
     Raises:
         BenchError: it ended or was not ready in time; the message has the end of its log.
@@ -136,7 +140,7 @@ def serving(
         port = free_port()
         file, log = scratch / "config.yaml", scratch / "log"
         file.write_text(json.dumps(bench_document(config, scratch, port, overrides or {})))
-        command = [sys.executable, "-m", "appliance.cli", "serve", "--config", str(file)]
+        command = [sys.executable, "-m", *module, "--config", str(file)]
         with log.open("wb") as sink:
             began_s = clock()
             process = subprocess.Popen(command, stdout=sink, stderr=sink)  # noqa: S603 - our own program
