@@ -27,7 +27,7 @@ WHITE_SPACE = frozenset(
 
 _AHEAD = r"(?!\S)"
 _CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v"}
-_CATEGORY = re.compile(r"L[ultmo]?|M[nce]?|N[dlo]?|P[cdseifo]?|S[mcko]?|Z[slp]?")
+_CATEGORY = re.compile(r"L[ultmo]?|M[ecn]?|N[dlo]?|P[cdseifo]?|S[mcko]?|Z[slp]?")
 _SYNTAX = frozenset("|()[]{}?*+.^$\\")
 
 Takes = Callable[[str], bool]
@@ -232,7 +232,7 @@ class _Reader:
         if kind in ("s", "S"):
             return lambda char: (char in WHITE_SPACE) == (kind == "s"), ""
         if kind in ("d", "D"):
-            return lambda char: (unicodedata.category(char) == "Nd") == (kind == "d"), ""
+            return lambda char: char.isdecimal() == (kind == "d"), ""
         char = _CONTROLS.get(kind, kind)
         if not kind or (kind.isalnum() and kind not in _CONTROLS):
             self._refuse(f"the escape \\{kind}")
