@@ -305,6 +305,11 @@ def quieten_compiler() -> None:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # noqa: TID251
 
 
+def encode_as_workers_do() -> None:
+    """Keep the tokenizer library from starting threads of its own in this process, as ``worker_environment`` does."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # noqa: TID251
+
+
 def worker_environment(metrics: Path) -> dict[str, str]:
     """The environment of an API worker; ``metrics`` is where all processes of the node write their counters.
 

@@ -8,6 +8,7 @@ process, against one plain encode of the same text. Contestants take turns in ev
 
 import gc
 import json
+import os
 import pydoc_data.topics
 import socket
 import time
@@ -25,6 +26,7 @@ from appliance.bench.report import Findings, Result, measured
 from appliance.bench.runner import BenchContext, BenchError
 from appliance.bench.served import Served, serving
 from appliance.bench.statistics import paired_ratios, quantile, slope
+from appliance.config import encode_as_workers_do
 from appliance.model.library import ModelLibrary
 from appliance.model.record import read_text_assets
 from appliance.model.tokenizer import Tokenizer
@@ -57,6 +59,7 @@ def run(context: BenchContext, *, requests: int, rounds: int) -> Findings:
     Raises:
         BenchError: the node does not start or answers wrongly, or ids differ from those of one plain encode.
     """
+    load = os.getloadavg()[0]
     text = prose(int(max(SIZES_MB) * _MB))
     added_ms: list[float] = []
     peaks: list[float] = []
@@ -86,6 +89,7 @@ def run(context: BenchContext, *, requests: int, rounds: int) -> Findings:
         (
             way,
             "the text is the documentation that comes with Python (pydoc_data.topics, PSF licence)",
+            f"load average before the run: {load:.2f}",
         ),
         samples={"way of a 512 KB body, ms": added_ms},
     )
@@ -219,6 +223,7 @@ def _tokenise(context: BenchContext, text: str, rounds: int) -> tuple[Result, ..
     Raises:
         BenchError: the ids differ.
     """
+    encode_as_workers_do()
     folder = ModelLibrary(context.config.home).ensure(context.config.model.reference, context.progress)
     assets = read_text_assets(folder)
     engine = Engine.from_str(assets.tokenizer_json)
