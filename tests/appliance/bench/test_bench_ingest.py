@@ -49,6 +49,7 @@ def context(tmp_path):
 
 
 def test_a_short_run_through_real_processes(context, monkeypatch) -> None:
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")  # so that what the bench sets does not stay
     monkeypatch.setattr(ingest, "NODES", 1)
     monkeypatch.setattr(ingest, "SIZES_MB", (0.5, 2.0))
     monkeypatch.setattr(ingest, "PEAK_BYTES", 1024 * 1024)
