@@ -113,6 +113,11 @@ class Exchange:
         """Why the exchange was given up; empty while it was not."""
         return self._given_up
 
+    @property
+    def tenant_name(self) -> str:
+        """Who asks; empty while that is not known or no key is needed."""
+        return self.tenant.name if self.tenant is not None else ""
+
     def header(self, name: bytes) -> bytes | None:
         """The first value of a header, by its lower-case name."""
         return next((value for key, value in self.headers if key == name), None)
@@ -219,7 +224,7 @@ class Exchange:
             request_id=self.request_id,
             trace=self.trace,
             route=self.route,
-            tenant=self.tenant.name if self.tenant else "",
+            tenant=self.tenant_name,
             status=499 if self._given_up else self._status or 500,
             finish_reason="cancelled" if self._given_up else self._finish_reason(),
             stream=tally.stream,

@@ -168,10 +168,11 @@ class TokenDecoder(Protocol):
 class TextCodec(Protocol):
     """Text to ids and back, the only place where that happens. Thread-safe; the calls are pure and CPU-bound."""
 
-    def encode(self, text: str, *, parse_special: bool) -> list[int]:
+    def encode(self, text: str, *, parse_special: bool, tenant: str = "") -> Sequence[int]:
         """Ids of raw text, with exactly one BOS where the model wants it.
 
-        ``parse_special`` True turns the text of control tokens into those tokens (``/v1/completions``).
+        ``parse_special`` True turns the text of control tokens into those tokens (``/v1/completions``). What was
+        worked out for one ``tenant`` may make the same text quicker for that tenant, and for no other.
         """
         ...
 
@@ -182,11 +183,12 @@ class TextCodec(Protocol):
         tools: Sequence[Mapping[str, Any]] = (),
         continue_last: bool = False,
         template_args: Mapping[str, Any] | None = None,
-    ) -> list[int]:
+        tenant: str = "",
+    ) -> Sequence[int]:
         """Ids of a conversation through the model's chat template, ending with the assistant's header.
 
         Control-token text inside message content stays text. ``continue_last`` leaves the last assistant message open,
-        so that the completion continues it.
+        so that the completion continues it. ``tenant`` as for ``encode``.
 
         Raises:
             ChatTemplateError: no template, a template error, or its time or size bound was passed.

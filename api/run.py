@@ -258,7 +258,7 @@ async def start(services: Services, exchange: Exchange, ask: Ask, prompts: Seque
         request = GenerationRequest(
             request_id=exchange.request_id,
             model=services.card.name,
-            tenant=tenant.name if tenant is not None else "",
+            tenant=exchange.tenant_name,
             prompt_ids=prompt,
             sampling=msgspec.structs.replace(
                 ask.sampling, max_tokens=limit, min_tokens=min(limit, ask.sampling.min_tokens)

@@ -58,7 +58,11 @@ class GpuConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class CacheConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Reuse across requests. Accepted and checked; not yet active in this version."""
+    """Reuse across requests. What is marked so is accepted and checked, and not yet active in this version."""
+
+    known_ids_mb: Annotated[
+        float, _number(0, 4096, "Memory of a worker for ids of long texts, which are then not made again, MiB.")
+    ] = 32.0
 
     redis_url: Annotated[str, _text("Redis of the fingerprint index; empty = none. Not yet active.")] = ""
     csf_minhash_hashes: Annotated[Literal[128, 256], _text("Hash values of a fingerprint. Not yet active.")] = 128
@@ -324,14 +328,27 @@ def quieten_compiler() -> None:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # noqa: TID251
 
 
+def encode_as_workers_do() -> None:
+    """Keep the tokenizer library from starting threads of its own in this process, as ``worker_environment`` does."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # noqa: TID251
+
+
 def worker_environment(metrics: Path) -> dict[str, str]:
-    """The environment of an API worker; ``metrics`` is where all processes of the node write their counters."""
-    return {
+    """The environment of an API worker; ``metrics`` is where all processes of the node write their counters.
+
+    A long body passes through three large buffers. malloc would map and unmap each of them for every request, which
+    takes longer than to decode the body; so it keeps up to 64 MiB of what was freed.
+    """
+    environment = {
         **_inherited(),
         "PROMETHEUS_MULTIPROC_DIR": str(metrics),
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
     }
+    environment.setdefault(
+        "GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=33554432:glibc.malloc.trim_threshold=67108864"
+    )
+    return environment
 
 
 def engine_environment(config: ApplianceConfig, metrics: Path) -> dict[str, str]:

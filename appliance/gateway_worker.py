@@ -181,7 +181,8 @@ class WorkerGateway:
         return generation
 
     def _prepare(self, request: GenerationRequest, taken: Sequence[int]) -> WorkerGeneration:
-        ids = array("i", request.prompt_ids)
+        given = request.prompt_ids
+        ids = given if isinstance(given, array) else array("i", given)
         wake = asyncio.Event()
         now = self._clock_ns()
         choices: list[ChoiceProgress] = []

@@ -20,6 +20,9 @@ PROXY_IDLE_S = 120
 PROXY_BACKLOG = 4096
 """Connections of the proxy that wait; one that finds no place fails at once, unlike at a TCP port."""
 
+READ_BYTES = 64 * 1024
+"""Most bytes of a body that the server hands over at once; it holds more than twice as many beside the body."""
+
 
 class HttpServer:
     """Serves one ASGI application on the running loop until ``stop``."""
@@ -59,7 +62,7 @@ def at_port(app: Any, host: str, port: int, *, http2: bool, max_connections: int
         address="127.0.0.1" if host == "localhost" else host,
         port=port,
         http=HTTPModes.auto if http2 else HTTPModes.http1,
-        http1_settings=HTTP1Settings(header_read_timeout=30_000),
+        http1_settings=HTTP1Settings(header_read_timeout=30_000, max_buffer_size=READ_BYTES),
         backlog=1024,
         backpressure=max_connections,
     )
@@ -79,7 +82,7 @@ def at_socket(app: Any, path: Path, *, max_connections: int) -> HttpServer:
         interface=Interfaces.ASGINL,  # an application starts and ends once, with the server at the port
         uds=path,
         http=HTTPModes.http1,
-        http1_settings=HTTP1Settings(header_read_timeout=PROXY_IDLE_S * 1000),
+        http1_settings=HTTP1Settings(header_read_timeout=PROXY_IDLE_S * 1000, max_buffer_size=READ_BYTES),
         backlog=PROXY_BACKLOG,
         backpressure=max_connections,
     )

@@ -239,7 +239,7 @@ def load_text(assignment: Assignment) -> tuple[TextCodec, ModelCard]:
         vocab=record.read_architecture().vocab,
         has_chat_template=bool(record.chat_templates),
     )
-    return Codec.load(folder), card
+    return Codec.load(folder, known_bytes=int(config.cache.known_ids_mb * 1024 * 1024)), card
 
 
 if __name__ == "__main__":

@@ -30,7 +30,12 @@ def chat_route(services: Services) -> HTTPRouteHandler:
         messages = chat_messages(request.messages)
         require_chat_template(services)
         services.require_ready()
-        prompt = await tokenised(services, exchange, body_len, lambda: services.codec.encode_chat(messages))
+        prompt = await tokenised(
+            services,
+            exchange,
+            body_len,
+            lambda: services.codec.encode_chat(messages, tenant=exchange.tenant_name),
+        )
         run = await start(services, exchange, ask, [prompt])
         created = int(services.clock.now().timestamp())
         head = Head(fresh_id("chatcmpl-"), created, request.model, exchange.request_id)

@@ -35,7 +35,7 @@ def completions_route(services: Services) -> HTTPRouteHandler:
         given = prompts_of(request, services.card.vocab, services.settings.max_choices)
         services.require_ready()
         prompts = await tokenised(
-            services, exchange, body_len, lambda: [_ids(services.codec, prompt) for prompt in given]
+            services, exchange, body_len, lambda: _prompts(services.codec, given, exchange.tenant_name)
         )
         for index, prompt in enumerate(prompts):
             if not prompt:
@@ -59,8 +59,12 @@ def completions_route(services: Services) -> HTTPRouteHandler:
     return completions
 
 
-def _ids(codec: TextCodec, prompt: str | Sequence[int]) -> Sequence[int]:
-    return codec.encode(prompt, parse_special=True) if isinstance(prompt, str) else prompt
+def _prompts(codec: TextCodec, given: Sequence[str | Sequence[int]], tenant: str) -> list[Sequence[int]]:
+    """The ids of each prompt; some are given as ids."""
+    return [
+        codec.encode(prompt, parse_special=True, tenant=tenant) if isinstance(prompt, str) else prompt
+        for prompt in given
+    ]
 
 
 def _text(codec: TextCodec, prompt: str | Sequence[int]) -> str:

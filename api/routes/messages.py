@@ -57,7 +57,7 @@ def messages_routes(services: Services) -> Sequence[HTTPRouteHandler]:
 
 async def _prompt(
     services: Services, exchange: Exchange, request: CountRequest, body_len: int, *, ready: bool
-) -> list[int]:
+) -> Sequence[int]:
     conversation = conversation_of(request)
     require_chat_template(services)
     if ready:
@@ -66,5 +66,7 @@ async def _prompt(
         services,
         exchange,
         body_len,
-        lambda: services.codec.encode_chat(conversation.messages, continue_last=conversation.continue_last),
+        lambda: services.codec.encode_chat(
+            conversation.messages, continue_last=conversation.continue_last, tenant=exchange.tenant_name
+        ),
     )

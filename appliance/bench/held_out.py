@@ -61,7 +61,7 @@ def _source(module: str) -> str:
 
 
 def _cut(codec: TextCodec, kind: str, text: str, count: int, source: str) -> HeldOut:
-    ids = codec.encode(text, parse_special=False)
+    ids = list(codec.encode(text, parse_special=False))
     if len(ids) < count:
         raise BenchUseError(f"the {kind} has {len(ids)} ids, {count} were asked for; ask for fewer with --ids")
     return HeldOut(kind, ids[:count], source)

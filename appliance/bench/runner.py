@@ -24,7 +24,7 @@ from appliance.config_rules import ConfigError
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-TRAVELLING = ("build", "kernels", "kv-quality", "start", "step")
+TRAVELLING = ("build", "ingest", "kernels", "kv-quality", "start", "step")
 """Benches that are part of the package."""
 CHECKOUT = ("connections", "old-stack", "parity", "peers", "soak")
 """Benches that need a checkout of the project."""

@@ -27,6 +27,8 @@ from appliance.config_rules import plain
 
 START_TIMEOUT_S = 120.0
 END_TIMEOUT_S = 45.0
+SERVE = ("appliance.cli", "serve")
+"""The module and the verb that a bench starts; ``--config FILE`` follows."""
 _POLL_S = 0.01
 _LOG_TAIL = 2000
 
@@ -121,7 +123,7 @@ def serving(
     config: ApplianceConfig,
     overrides: Mapping[str, Mapping[str, object]] | None = None,
     clock: Callable[[], float] = time.monotonic,
-    command: Sequence[str] | None = None,
+    module: Sequence[str] = SERVE,
 ) -> Generator[Served]:
     """Start the appliance, wait until it is ready, give it, and end it.
 
@@ -129,7 +131,7 @@ def serving(
         config: the configuration it starts from.
         overrides: section -> key -> value on top of it.
         clock: monotonic seconds.
-        command: what to start in place of ``zccp serve --config``; the path of the configuration is appended.
+        module: what is run, where it is not the appliance as it is served.
 
     Raises:
         BenchError: it ended or was not ready in time; the message has the end of its log.
@@ -138,10 +140,10 @@ def serving(
         port = free_port()
         file, log = scratch / "config.yaml", scratch / "log"
         file.write_text(json.dumps(bench_document(config, scratch, port, overrides or {})))
-        command = command or (sys.executable, "-m", "appliance.cli", "serve", "--config")
+        command = [sys.executable, "-m", *module, "--config", str(file)]
         with log.open("wb") as sink:
             began_s = clock()
-            process = subprocess.Popen([*command, str(file)], stdout=sink, stderr=sink)  # noqa: S603 - our own program
+            process = subprocess.Popen(command, stdout=sink, stderr=sink)  # noqa: S603 - our own program
         url = f"http://127.0.0.1:{port}"
         try:
             wait_until_ready(process, f"{url}/health/ready", log, clock)

@@ -30,7 +30,7 @@ def calibration_ids(folder: Path, window: int = WINDOW) -> np.ndarray:
     """
     text = resources.files("appliance.model").joinpath("calibration.txt").read_text(encoding="utf-8")
     codec = Codec.load(folder)
-    ids = codec.encode(text, parse_special=False)
+    ids = codec.encode(text, parse_special=False).tolist()
     count = len(ids) // window
     plain = [ids[start * window : (start + 1) * window] for start in range(count)]
     return np.asarray(_spread(plain) + _spread(_conversations(codec, text, window)), np.int32)
@@ -52,7 +52,7 @@ def _conversations(codec: Codec, text: str, window: int) -> list[list[int]]:
             role = "user" if len(messages) % 2 == 0 else "assistant"
             messages.append(ChatMessage(role=role, content=turns.pop(0)))
             try:
-                ids = codec.encode_chat(messages)
+                ids = codec.encode_chat(messages).tolist()
             except ChatTemplateError:
                 return []
         if len(ids) >= window:

@@ -4,6 +4,7 @@ Owns the implementation of ``api.ports.TextCodec``. Reads a model's text assets;
 """
 
 import json
+from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,20 +18,24 @@ from appliance.model.tokenizer import TextAssets, Tokenizer
 class Codec:
     """One model's ``TextCodec``. Thread-safe."""
 
-    def __init__(self, assets: TextAssets) -> None:
+    def __init__(self, assets: TextAssets, *, known_bytes: int = 0) -> None:
         """Load the tokenizer and compile the templates.
+
+        Args:
+            assets: what the model's folder says of its text.
+            known_bytes: memory for ids of long texts, from which they are not made again; 0 = none.
 
         Raises:
             TokenizerError: the tokenizer cannot be used.
             ChatTemplateError: a template is no Jinja template.
         """
-        self._tokenizer = Tokenizer(assets)
+        self._tokenizer = Tokenizer(assets, known_bytes=known_bytes)
         self._templates = ChatTemplates(assets.templates, assets.special_texts, self._tokenizer.control_texts)
         self.eos_ids = assets.eos_ids
         self.has_chat_template = self._templates.available
 
     @classmethod
-    def load(cls, folder: Path) -> "Codec":
+    def load(cls, folder: Path, *, known_bytes: int = 0) -> "Codec":
         """The codec of a stored model.
 
         Raises:
@@ -38,11 +43,11 @@ class Codec:
             TokenizerError: the tokenizer cannot be used.
             ChatTemplateError: a template is no Jinja template.
         """
-        return cls(read_text_assets(folder))
+        return cls(read_text_assets(folder), known_bytes=known_bytes)
 
-    def encode(self, text: str, *, parse_special: bool) -> list[int]:
+    def encode(self, text: str, *, parse_special: bool, tenant: str = "") -> "array[int]":
         """Ids of raw text; see ``api.ports.TextCodec``."""
-        return self._tokenizer.encode(text, parse_special=parse_special)
+        return self._tokenizer.encode(text, parse_special=parse_special, tenant=tenant)
 
     def encode_chat(
         self,
@@ -51,7 +56,8 @@ class Codec:
         tools: Sequence[Mapping[str, Any]] = (),
         continue_last: bool = False,
         template_args: Mapping[str, Any] | None = None,
-    ) -> list[int]:
+        tenant: str = "",
+    ) -> "array[int]":
         """Ids of a conversation; see ``api.ports.TextCodec``.
 
         Raises:
@@ -63,7 +69,7 @@ class Codec:
             continue_last=continue_last,
             template_args=template_args,
         )
-        return self._tokenizer.encode_scaffold(rendered.text, rendered.mark)
+        return self._tokenizer.encode_scaffold(rendered.text, rendered.mark, tenant)
 
     def decoder(self, prompt_ids: Sequence[int] = ()) -> TokenDecoder:
         """A fresh decoder for a completion of ``prompt_ids``; see ``api.ports.TextCodec``."""

@@ -9,6 +9,7 @@ models, runs of spaces of others) are part of the language and are always recogn
 
 import json
 import re
+from array import array
 from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
@@ -17,7 +18,11 @@ from tokenizers import Tokenizer as Engine
 from tokenizers.decoders import Decoder
 from tokenizers.pre_tokenizers import PreTokenizer
 
+from appliance.model.cuts import Cuts
 from appliance.model.decoding import IncrementalDecoder, TokenTable
+from appliance.model.known_ids import KnownIds
+from appliance.model.long_text import LongText, Piece
+from appliance.model.split_pattern import WHITE_SPACE
 
 
 class TokenizerError(ValueError):
@@ -39,18 +44,22 @@ class TextAssets(Struct, frozen=True, kw_only=True):
     eos_ids: tuple[int, ...] = ()
 
 
-# Unicode White_Space, which is what an added token's lstrip and rstrip flags remove.
-_WHITE_SPACE = (
-    "\t\n\v\f\r \x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a"
-    "\u2028\u2029\u202f\u205f\u3000"
-)
+_STRIPPED = "".join(sorted(WHITE_SPACE))
+"""What an added token's lstrip and rstrip flags remove."""
+
+_PARSING, _PLAIN, _INNER = 0, 1, 2
+"""Ways to encode: with control tokens, as plain text, and as plain text that goes on."""
 
 
 class Tokenizer:
     """A loaded tokenizer. Thread-safe: nothing changes after construction but a cache."""
 
-    def __init__(self, assets: TextAssets) -> None:
+    def __init__(self, assets: TextAssets, *, known_bytes: int = 0) -> None:
         """Load and check.
+
+        Args:
+            assets: what the model's folder says of its text.
+            known_bytes: memory for ids of long texts, from which they are not made again; 0 = none.
 
         Raises:
             TokenizerError: the document is no tokenizer, or decodes by rules that are not known.
@@ -62,9 +71,13 @@ class Tokenizer:
         self._parsing.no_truncation()
         self._parsing.no_padding()
         self._parsing.post_processor = None
-        self._plain = _variant(self._parsing, self._parsing.pre_tokenizer)
+        plain = _variant(self._parsing, self._parsing.pre_tokenizer)
         inner = _without_first_prefix(_description(self._parsing.pre_tokenizer))
-        self._plain_inner = _variant(self._parsing, inner) if inner is not None else self._plain
+        self._text = LongText(
+            (self._parsing, plain, _variant(self._parsing, inner) if inner is not None else plain),
+            Cuts(self._parsing),
+            KnownIds(known_bytes),
+        )
         self._control = {
             token.content: (token_id, token)
             for token_id, token in self._parsing.get_added_tokens_decoder().items()
@@ -84,12 +97,11 @@ class Tokenizer:
         """One more than the largest id that has a text. Works through the whole vocabulary."""
         return max(self._parsing.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
-    def encode(self, text: str, *, parse_special: bool) -> list[int]:
+    def encode(self, text: str, *, parse_special: bool, tenant: str = "") -> "array[int]":
         """Ids of raw text, with exactly one BOS where the model wants it; see ``api.ports.TextCodec``."""
-        engine = self._parsing if parse_special else self._plain
-        return self.with_bos(engine.encode(text, add_special_tokens=False).ids)
+        return self.with_bos(self._text.encode([Piece(_PARSING if parse_special else _PLAIN, text)], tenant))
 
-    def encode_scaffold(self, text: str, mark: str) -> list[int]:
+    def encode_scaffold(self, text: str, mark: str, tenant: str = "") -> "array[int]":
         """Ids of a rendered chat template, in which ``mark`` breaks each control-token text that is not the template's.
 
         Control tokens are looked for first; then the mark is taken out of the text between them and that text is
@@ -98,22 +110,19 @@ class Tokenizer:
         Args:
             text: the rendered template.
             mark: a string that occurs in nothing but broken control-token texts; may be empty.
+            tenant: who asks; ids made for one tenant are used for no other.
         """
-        ids: list[int] = []
-        for piece, token_id in self._pieces(text):
-            plain = piece.replace(mark, "") if mark else piece
-            if plain:
-                engine = self._plain_inner if ids else self._plain
-                ids += engine.encode(plain, add_special_tokens=False).ids
-            if token_id is not None:
-                ids.append(token_id)
-        return self.with_bos(ids)
+        pieces: list[Piece] = []
+        for between, token_id in self._pieces(text):
+            plain = between.replace(mark, "") if mark else between
+            pieces.append(Piece(_INNER if pieces else _PLAIN, plain, token_id))
+        return self.with_bos(self._text.encode(pieces, tenant))
 
-    def with_bos(self, ids: list[int]) -> list[int]:
+    def with_bos(self, ids: "array[int]") -> "array[int]":
         """The ids with BOS in front where the model wants one and it is not there yet."""
         if self._bos is None or (ids and ids[0] == self._bos):
             return ids
-        return [self._bos, *ids]
+        return array("i", (self._bos,)) + ids
 
     def decoder(self, prompt_ids: Sequence[int] = ()) -> IncrementalDecoder:
         """A fresh decoder for a completion of ``prompt_ids``; see ``api.ports.TextCodec``."""
@@ -128,9 +137,9 @@ class Tokenizer:
             token_id, token = self._control[match.group()]
             before, end = text[at : match.start()], match.end()
             if token.lstrip:
-                before = before.rstrip(_WHITE_SPACE)
+                before = before.rstrip(_STRIPPED)
             if token.rstrip:
-                end = len(text) - len(text[end:].lstrip(_WHITE_SPACE))
+                end = len(text) - len(text[end:].lstrip(_STRIPPED))
             pieces.append((before, token_id))
             at = end
         pieces.append((text[at:], None))

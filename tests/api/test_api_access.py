@@ -343,3 +343,12 @@ def test_records_are_complete_and_probes_leave_none() -> None:
 def test_settings_refuse_what_makes_no_sense(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} is 0; it must be above 0"):
         ApiSettings(**{name: 0})
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS[:4], ids=lambda endpoint: endpoint[1])
+def test_text_is_encoded_for_the_tenant_who_sent_it(endpoint: tuple[str, str, Any]) -> None:
+    """What a codec keeps of a text must not become known to others."""
+    rig = Rig(keys=KEYS)
+    for key in (KEY_A, KEY_B):
+        assert call(rig, endpoint, {"x-api-key": key}).status == 200
+    assert set(rig.codec.tenants) == {"a", "b"}

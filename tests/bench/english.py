@@ -58,7 +58,7 @@ def windows_of(codec: TextCodec, text: str, count: int, length: int) -> list[lis
     Raises:
         BenchUseError: the text is too short.
     """
-    ids = codec.encode(text, parse_special=False)
+    ids = list(codec.encode(text, parse_special=False))
     if len(ids) < count * length:
         raise BenchUseError(f"the text has {len(ids)} ids; {count} windows of {length} need {count * length}")
     return [ids[start : start + length] for start in range(0, count * length, length)]
@@ -66,11 +66,11 @@ def windows_of(codec: TextCodec, text: str, count: int, length: int) -> list[lis
 
 def mixed_prompts(codec: TextCodec, text: str, count: int) -> list[list[int]]:
     """``count`` (at most 20) prompts, by turns a question as a conversation and an excerpt of the text."""
-    ids = codec.encode(text, parse_special=False)
+    ids = list(codec.encode(text, parse_special=False))
     prompts: list[list[int]] = []
     start = 0
     for question, length in zip(QUESTIONS, _EXCERPTS, strict=True):
-        prompts.append(codec.encode_chat([ChatMessage(role="user", content=question)]))
+        prompts.append(list(codec.encode_chat([ChatMessage(role="user", content=question)])))
         prompts.append(ids[start : start + length])
         start += length
     return prompts[:count]
@@ -82,7 +82,7 @@ def fresh_prompts(codec: TextCodec, text: str, lengths: list[int]) -> Iterator[P
     Raises:
         BenchUseError: the text is too short.
     """
-    ids = codec.encode(text, parse_special=False)
+    ids = list(codec.encode(text, parse_special=False))
     if len(ids) < sum(lengths):
         raise BenchUseError(f"the text has {len(ids)} ids; the prompts of this run need {sum(lengths)}: fewer --rounds")
     start = 0

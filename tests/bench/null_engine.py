@@ -1,6 +1,6 @@
 """The appliance around a null model: everything is real but the programs, which compute nothing and sample one id.
 
-Run as ``python -m tests.bench.null_engine serve CONFIG`` in place of ``zccp serve``; as a child it is the engine.
+Run as ``python -m tests.bench.null_engine serve --config FILE`` for ``zccp serve``; as a child it is the engine.
 """
 
 import sys
@@ -47,7 +47,7 @@ def main() -> int:
     """Serve, or be the engine."""
     if sys.argv[1] != "serve":
         return engine_main.main(sys.argv, build_engine)
-    config = load(Path(sys.argv[2]))
+    config = load(Path(sys.argv[sys.argv.index("--config") + 1]))
     configure_logging(config.log.level, "main")
     folder = ModelLibrary(config.home).ensure(config.model.reference)
     return serve(config, folder, Commands(engine=(sys.executable, "-m", "tests.bench.null_engine")))

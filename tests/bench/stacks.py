@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from appliance.bench.runner import BenchError, BenchUseError
-from appliance.bench.served import end, free_port, scratch_folder, serving, wait_until_ready
+from appliance.bench.served import SERVE, end, free_port, scratch_folder, serving, wait_until_ready
 from appliance.config import ApplianceConfig
 from appliance.model.record import read_record
 
@@ -26,7 +26,7 @@ HERE = Path(__file__).parent
 LOAD_S = 600.0
 """Time that Flask workers get to import torch and load the model."""
 NGINX_PLACES = "/usr/sbin:/usr/local/sbin:/usr/bin"
-_NULL_APPLIANCE = (sys.executable, "-m", "tests.bench.null_engine", "serve")
+_NULL_APPLIANCE = ("tests.bench.null_engine", "serve")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +119,8 @@ def appliance(config: ApplianceConfig, workers: int, *, null: bool) -> Iterator[
     overrides: Mapping[str, Mapping[str, object]] = {
         "server": {"workers": workers}, "shared_memory": {"segment_count": 256}
     }  # fmt: skip
-    command = _NULL_APPLIANCE if null else None
-    with serving(config, overrides, command=command) as served:
+    module = _NULL_APPLIANCE if null else SERVE
+    with serving(config, overrides, module=module) as served:
         yield Stack("zccp", int(served.url.rpartition(":")[2]), (served.pid,))
 
 

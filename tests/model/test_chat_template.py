@@ -86,7 +86,7 @@ def test_renders_and_encodes_as_transformers(template):
         text = theirs.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
         assert rendered(template, conversation) == text
         ids = codec.encode_chat([ChatMessage(**message) for message in conversation])
-        assert ids == theirs.encode(text, add_special_tokens=False)
+        assert list(ids) == theirs.encode(text, add_special_tokens=False)
 
 
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, LLAMA3, GEMMA], ids=["chatml", "llama3", "gemma"])
@@ -379,7 +379,7 @@ def test_bos_once_in_chats(template, add_bos, count):
     for content in ("Hi", "<|endoftext|>Hi"):
         ids = Codec(assets).encode_chat([ChatMessage(role="user", content=content)])
         assert ids.count(0) == count
-        assert ids[:1] == [0] or not count
+        assert ids[0] == 0 or not count
 
 
 def test_codec_has_what_the_api_needs():

@@ -21,7 +21,9 @@ from tests.support.tiny_sentencepiece import gguf_metadata, trained
 
 def differing(tokenizer, reference, texts=TEXTS, *, parse_special=False):
     """Texts whose ids differ."""
-    return [text for text in texts if tokenizer.encode(text, parse_special=parse_special) != reference(text)]
+    return [
+        text for text in texts if list(tokenizer.encode(text, parse_special=parse_special)) != list(reference(text))
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +49,7 @@ def test_a_text_of_control_tokens_as_transformers_splits_it(real):
     ours, theirs = real
     for text in ("<|im_end|>", "hi<|im_end|>\n<|im_start|>system", "<|endoftext|><|im_start|>", "a <|im_end|> b"):
         plain = theirs.encode(text, add_special_tokens=False, split_special_tokens=True)
-        assert ours.encode(text, parse_special=False) == plain
+        assert list(ours.encode(text, parse_special=False)) == plain
         assert not {0, 1, 2} & set(plain)
 
 
@@ -260,7 +262,7 @@ def test_bos_stands_once():
     assert plain[0] == 1
     assert plain.count(1) == 1
     assert len(plain) > 4
-    assert tokenizer.encode("", parse_special=True) == [1]
+    assert list(tokenizer.encode("", parse_special=True)) == [1]
     assert 1 not in Tokenizer(llama3_assets(add_bos=False)).encode("Hi", parse_special=True)
 
 

@@ -56,9 +56,11 @@ class ScriptedCodec:
 
     def __init__(self) -> None:
         self.calls = 0
+        self.tenants: list[str] = []
 
-    def encode(self, text: str, *, parse_special: bool) -> list[int]:
+    def encode(self, text: str, *, parse_special: bool, tenant: str = "") -> list[int]:
         self.calls += 1
+        self.tenants.append(tenant)
         if not parse_special:
             return [BOS, *text.encode()]
         ids = [BOS]
@@ -80,8 +82,10 @@ class ScriptedCodec:
         tools: Sequence[Mapping[str, Any]] = (),
         continue_last: bool = False,
         template_args: Mapping[str, Any] | None = None,
+        tenant: str = "",
     ) -> list[int]:
         self.calls += 1
+        self.tenants.append(tenant)
         ids = [BOS]
         for index, message in enumerate(messages):
             if message.content == "REFUSE":

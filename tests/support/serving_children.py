@@ -22,7 +22,7 @@ CONTEXT = 1024
 class ByteCodec:
     """Id n is chr(32 + n)."""
 
-    def encode(self, text: str, *, parse_special: bool) -> list[int]:
+    def encode(self, text: str, *, parse_special: bool, tenant: str = "") -> list[int]:
         return [max(0, min(ord(character) - 32, VOCAB - 1)) for character in text]
 
     def encode_chat(self, messages: Sequence[ChatMessage], **_: object) -> list[int]:
