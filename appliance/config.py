@@ -120,6 +120,9 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     kv_memory_mb: Annotated[int, _number(1, 4_194_304, "Memory for keys and values on each device, MiB.")] | None = None
     max_waiting: Annotated[int, _number(1, 65_536, "Sequences that may wait; more get 429.")] = 256
     max_waiting_tokens: Annotated[int, _number(64, 1 << 31, "Prompt ids that may wait; more get 429.")] = 524_288
+    step_timeout_s: Annotated[
+        float, _number(0, 86_400, "Silence after which a ready engine counts as hung and is replaced, s; 0 = never.")
+    ] = 60.0
 
 
 class ProgramsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -299,6 +302,11 @@ def quieten_compiler() -> None:
     when they are compiled.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # noqa: TID251
+
+
+def share_counts(metrics: Path) -> None:
+    """Have this process write its counters where all processes of the node do; call before it makes any."""
+    os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(metrics)  # noqa: TID251
 
 
 def worker_environment(metrics: Path) -> dict[str, str]:

@@ -84,7 +84,7 @@ def _host(config: ApplianceConfig) -> Finding:
 
 
 def _port(config: ApplianceConfig) -> Finding:
-    from appliance.lifecycle import StartError, reserve_port  # noqa: PLC0415 - only here
+    from appliance.reservation import StartError, reserve_port  # noqa: PLC0415 - only here
 
     try:
         reserve_port(config.server.host, config.server.port).close()
