@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 TRAVELLING = ("build", "kernels", "kv-quality", "start", "step")
 """Benches that are part of the package."""
-CHECKOUT = ("parity", "peers", "soak")
+CHECKOUT = ("chaos", "parity", "peers", "soak")
 """Benches that need a checkout of the project."""
 
 ROOT = Path(__file__).resolve().parents[2]
