@@ -76,7 +76,7 @@ def test_the_load_of_chaos_covers_every_endpoint_in_both_ways() -> None:
     [
         (server(), {"finished"}),
         (server("wrong"), {"false finish"}),
-        (server("righ", "length"), {"false finish"}),
+        (server("rig", "length"), {"false finish"}),
         (server(reason="stop"), {"false finish"}),
         (server("ri", cut=True), {"broken connection", "typed error"}),
         (server("ri", error="engine lost"), {"typed error"}),
