@@ -262,3 +262,27 @@ def test_a_step_that_hangs_says_where(tmp_path: Path) -> None:
         assert 'arithmetic_model.py", line' in log
         assert "never" not in log
         assert running.end() == 0
+
+
+def test_an_error_of_a_card_replaces_the_engine(tmp_path: Path) -> None:
+    pipe = tmp_path / "kmsg"
+    os.mkfifo(pipe)
+    with node(tmp_path, delay_ms=20, kernel_log=str(pipe)) as running:
+        running.wait_ready()
+        worker = running.children()["worker-0"]
+        client = Client(running.url, "/v1/chat/completions", 900, streaming=True)
+        wait_for(lambda: len(client.events) > 3)
+        pipe.write_text("6,1,1,-;NVRM: Xid (PCI:0000:07:00): 63, pid=1, Row Remapper: New row marked for remapping\n")
+        time.sleep(0.5)
+        assert running.events("the engine is ended") == []
+        pipe.write_text("3,2,2,-;NVRM: Xid (PCI:0000:07:00): 79, pid=1, name=python, GPU has fallen off the bus.\n")
+        client.join(20)
+        assert "engine lost" in json.loads(client.events[-1])["error"]["message"]
+        running.wait_healed(engines=1)
+        cause = "card 0000:07:00 reported Xid 79: the card fell off the bus; the host must be restarted"
+        (line,) = running.events("the engine is ended")
+        assert line["cause"] == cause
+        (ended,) = running.events(RESTARTED)
+        assert ended["ended"] == f"signal SIGKILL: {cause}"
+        assert running.children()["worker-0"] == worker
+        assert running.end() == 0

@@ -29,6 +29,10 @@ from appliance.telemetry import configure_logging
 given = json.loads(sys.argv[1])
 configure_logging("info", "main")
 run = (sys.executable, "-m", "tests.support.serving_children")
+kernel_log = given.pop("kernel_log")
+if kernel_log:
+    from tests.support.piped_log import watch_cards
+    watch_cards(Path(kernel_log))
 commands = Commands(worker=(*run, "worker"), engine=(*run, *given.pop("command")))
 try:
     sys.exit(serve(build(given, {}), Path("/no-model"), commands, lambda line: print(line, flush=True)))
@@ -114,12 +118,14 @@ def node(
     delay_ms: float = 0.0,
     engine: tuple[str, ...] = (),
     step_timeout_s: float = 60.0,
+    kernel_log: str = "",
     **sections: dict,
 ) -> Iterator[Node]:
     server = {"port": 0, "drain_s": 5, **sections.pop("server", {})}
     given = {
         "command": engine or ("engine", str(delay_ms)),
         "engine": {"step_timeout_s": step_timeout_s},
+        "kernel_log": kernel_log,
         "server": server,
         "shared_memory": {"segment_count": 16},
         "paths": {"home": str(tmp_path / "home"), "run": str(tmp_path / "run")},
