@@ -11,13 +11,24 @@ from tests.bench import chaos_load
 ASKS = chaos_load.make_asks("m", 3)
 
 
-def server(answer: str = "right", reason: str = "length", *, cut: bool = False, error: str = ""):
+def server(answer: str = "right", reason: str = "length", *, cut: bool = False, error: str = "", ties: str = ""):
     """A server whose answers to all endpoints, streamed or not, hold ``answer``."""
 
     def whole(path: str) -> dict:
         if path == "/v1/messages":
             return {"content": [{"type": "text", "text": answer}], "stop_reason": reason}
         choice = {"text": answer} if path == "/v1/completions" else {"message": {"content": answer}}
+        steps = [(letter, 0.5 * (letter not in ties)) for letter in answer]
+        if path == "/v1/completions":
+            choice["logprobs"] = {
+                "tokens": [letter for letter, _ in steps],
+                "top_logprobs": [{letter: -1.0, "other": -1.0 - margin} for letter, margin in steps],
+            }
+        else:
+            choice["logprobs"] = {"content": [
+                {"token": letter, "top_logprobs": [{"logprob": -1.0}, {"logprob": -1.0 - margin}]}
+                for letter, margin in steps
+            ]}  # fmt: skip
         return {"choices": [{**choice, "finish_reason": reason}]}
 
     def events(path: str) -> list[str]:
@@ -87,6 +98,22 @@ def test_every_exchange_under_chaos_is_judged(answer, verdicts: set[str]) -> Non
     assert set(load.verdicts) == verdicts
     assert (load.lost > 0) == ("false finish" in verdicts)
     assert len(load.details) == load.lost
+
+
+@pytest.mark.parametrize(
+    ("answer", "verdicts"),
+    [
+        ("rift", {"near tie"}),
+        ("right", {"finished"}),
+        ("riGht", {"near tie"}),
+        ("rigid", {"false finish"}),
+        ("bright", {"false finish"}),
+        ("", {"false finish"}),
+    ],
+)
+def test_an_answer_may_part_from_the_right_one_at_a_near_tie(answer: str, verdicts: set[str]) -> None:
+    load = chaos_of(server(answer), server(ties="g"))
+    assert set(load.verdicts) == verdicts
 
 
 def test_what_is_refused_is_sent_again_and_what_breaks_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
