@@ -1,7 +1,8 @@
-"""Assignment: what the main process tells each of its children at start.
+"""Assignment: what the main process tells each of its children at start, and what it hears from them.
 
-Owns the form of that message and of the lines a child sends back. It travels as a file of mode 0600 in the directory of
-the run, since the configuration may hold secrets that a command line would show. Never imports jax.
+Owns the form of that message, of the lines a child sends back, and of the text that says why there is no engine. The
+assignment travels as a file of mode 0600 in the directory of the run, since the configuration may hold secrets that a
+command line would show. Never imports jax.
 """
 
 import os
@@ -52,6 +53,9 @@ class Notice(Struct, frozen=True, kw_only=True):
     reason: str = ""
 
 
+_MOST_CAUSE = 500
+"""Most characters of a cause, which answers of the API carry."""
+
 _notice = msgspec.json.Decoder(Notice)
 
 
@@ -75,11 +79,39 @@ def send_notice(descriptor: int, notice: Notice) -> None:
         return
 
 
+def send_pulse(descriptor: int) -> None:
+    """Give the main process a sign of life that says nothing else: an empty line."""
+    with suppress(OSError):
+        os.write(descriptor, b"\n")
+
+
 def read_notices(buffer: bytearray) -> list[Notice]:
-    """Take the complete lines out of ``buffer``; a damaged one is skipped."""
+    """Take the complete lines out of ``buffer``; an empty or damaged one is skipped."""
     notices: list[Notice] = []
     while (end := buffer.find(b"\n")) >= 0:
         with suppress(msgspec.DecodeError):
             notices.append(_notice.decode(bytes(buffer[:end])))
         del buffer[: end + 1]
     return notices
+
+
+def write_cause(socket: Path, cause: str) -> None:
+    """Say why no engine listens at ``socket``, for whoever tries to connect; empty takes it back.
+
+    Readers see the old text or the new one. A disk that is full is no reason to fail.
+    """
+    place, fresh = socket.with_suffix(".cause"), socket.with_suffix(".new")
+    with suppress(OSError):
+        if cause:
+            fresh.write_text(cause[:_MOST_CAUSE], encoding="utf-8")
+            fresh.replace(place)
+        else:
+            place.unlink(missing_ok=True)
+
+
+def read_cause(socket: Path) -> str:
+    """What ``write_cause`` said last; empty where there is nothing to say."""
+    try:
+        return socket.with_suffix(".cause").read_text(encoding="utf-8")
+    except OSError:
+        return ""

@@ -304,7 +304,7 @@ def keys_usage(config_file: Path | None, as_json: bool) -> None:
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
 @verb
 def bench(name: str, options: Sequence[str], as_json: bool) -> None:
-    """Run the bench NAME (kernels, start, parity, peers, soak).
+    """Run the bench NAME (kernels, start, parity, peers, soak, chaos).
 
     OPTIONS are the bench's own, see zccp bench NAME --help.
     """

@@ -126,6 +126,9 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     max_waiting: Annotated[int, _number(1, 65_536, "Sequences that may wait; more get 429.")] = 256
     max_waiting_tokens: Annotated[int, _number(64, 1 << 31, "Prompt ids that may wait; more get 429.")] = 524_288
     near_gpu: Annotated[bool, _text("Keep all processes on the NUMA nodes of the GPUs; no effect without one.")] = True
+    step_timeout_s: Annotated[
+        float, _number(0, 86_400, "Silence after which a ready engine counts as hung and is replaced, s; 0 = never.")
+    ] = 60.0
 
 
 class ProgramsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -331,6 +334,11 @@ def quieten_compiler() -> None:
 def encode_as_workers_do() -> None:
     """Keep the tokenizer library from starting threads of its own in this process, as ``worker_environment`` does."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # noqa: TID251
+
+
+def share_counts(metrics: Path) -> None:
+    """Have this process write its counters where all processes of the node do; call before it makes any."""
+    os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(metrics)  # noqa: TID251
 
 
 def worker_environment(metrics: Path) -> dict[str, str]:

@@ -27,6 +27,8 @@ _SECRET_OF_URL = re.compile(r"//([^/@]*)@")
 
 MAX_CHOICES = 8
 """Most choices of one request, each of which needs a segment of one worker."""
+MIN_STEP_TIMEOUT_S = 1.0
+"""Least silence after which an engine may count as hung."""
 
 
 class ConfigError(ValueError):
@@ -231,6 +233,16 @@ def _prefill_chunk(config: "ApplianceConfig") -> str | None:
     return None
 
 
+def _step_timeout(config: "ApplianceConfig") -> str | None:
+    timeout_s = config.engine.step_timeout_s
+    if 0 < timeout_s < MIN_STEP_TIMEOUT_S:
+        return (
+            f"engine.step_timeout_s is {timeout_s:g}; it must be 0 or at least {MIN_STEP_TIMEOUT_S:g}, since a healthy"
+            " engine gives a sign of life about twice a second"
+        )
+    return None
+
+
 def _log_prompts(config: "ApplianceConfig") -> str | None:
     if config.log.log_prompts:
         return "log.log_prompts is true; prompts are never logged, so only false is accepted"
@@ -331,8 +343,8 @@ def _proxy(config: "ApplianceConfig") -> str | None:
 
 
 _RULES: tuple[Callable[["ApplianceConfig"], str | None], ...] = (
-    _host, _origins, _segment_size, _segments_per_worker, _page_size, _prefill_chunk, _redis_url, _mask_patterns,
-    _reference, _aliases, _log_prompts, _paths, _collector, _proxy,
+    _host, _origins, _segment_size, _segments_per_worker, _page_size, _prefill_chunk, _step_timeout, _redis_url,
+    _mask_patterns, _reference, _aliases, _log_prompts, _paths, _collector, _proxy,
 )  # fmt: skip
 
 

@@ -83,8 +83,8 @@ def _host(config: ApplianceConfig) -> Finding:
 
 
 def _port(config: ApplianceConfig) -> Finding:
-    from appliance.lifecycle import StartError, reserve_port  # noqa: PLC0415 - only here
     from appliance.proxy_probe import is_live, local  # noqa: PLC0415 - reads httpx
+    from appliance.reservation import StartError, reserve_port  # noqa: PLC0415 - only here
 
     try:
         reserve_port(config.server.host, config.server.port).close()

@@ -1,9 +1,13 @@
 """The engine process: loads, says when it is ready, runs THE loop, ends when told.
 
+Asked with ``DUMP_SIGNAL``, which works even while the engine's thread waits for the device, it writes to standard error
+in which file, line and function each of its threads is.
+
 Owns the process around ``appliance.engine``: signals, the gateway's life, what is reported when something fails. What
 is loaded comes from a builder given as an argument, so that this module is the same whatever runs behind it.
 """
 
+import faulthandler
 import gc
 import signal
 import sys
@@ -17,14 +21,14 @@ from typing import Protocol
 import structlog
 from prometheus_client import CollectorRegistry
 
-from appliance.assignment import Assignment, Notice, read_assignment, send_notice
+from appliance.assignment import Assignment, Notice, read_assignment, send_notice, send_pulse
 from appliance.engine import Engine, EngineFailedError
 from appliance.engine_metrics import EngineObserver
 from appliance.gateway_engine import EngineGateway, GatewayError
-from appliance.host.process import age_s, die_with_parent
+from appliance.host.process import DUMP_SIGNAL, age_s, die_with_parent
 from appliance.host.segments import SegmentError, SegmentFile
 from appliance.submission import ModelLimits
-from appliance.telemetry import Metrics, configure_logging
+from appliance.telemetry import Metrics, configure_logging, count_as
 
 END_S = 1.0
 """Time that sequences get after SIGTERM: the workers have drained before, so there should be none."""
@@ -94,11 +98,15 @@ def run(assignment: Assignment, build: BuildEngine) -> int:
     signals = _Signals()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signals.terminate)
+    faulthandler.register(DUMP_SIGNAL, all_threads=True)
     configure_logging(assignment.config.log.level, assignment.name)
+    count_as(assignment.name)
     try:
         memory = assignment.config.shared_memory
         segments = SegmentFile.attach(Path(assignment.segments_file), memory.segment_count, assignment.stride_bytes)
-        gateway = EngineGateway(Path(assignment.socket), segments, assignment.epoch)
+        gateway = EngineGateway(
+            Path(assignment.socket), segments, assignment.epoch, pulse=lambda: send_pulse(assignment.notify_fd)
+        )
     except (SegmentError, GatewayError) as error:
         return _failed(assignment, error)
     try:

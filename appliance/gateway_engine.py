@@ -98,8 +98,11 @@ class EngineGateway:
         segments: SegmentFile,
         epoch: int,
         clock: Callable[[], float] = time.monotonic,
+        pulse: Callable[[], None] = lambda: None,
     ) -> None:
         """Listen at ``path``, mode 0600; an old socket file there is replaced.
+
+        ``pulse`` is called with every status that ``receive`` sends, about twice a second while the engine turns.
 
         Raises:
             GatewayError: the path is too long for a socket or cannot be bound.
@@ -107,6 +110,7 @@ class EngineGateway:
         self._segments = segments
         self._epoch = epoch
         self._clock = clock
+        self._pulse = pulse
         self._limits: ModelLimits | None = None
         self._path = path
         self._selector = selectors.DefaultSelector()
@@ -145,6 +149,7 @@ class EngineGateway:
         self._poll(0.0 if self._inbox else min(timeout_s, STATUS_INTERVAL_S))
         if self._clock() - self._told_status_s >= STATUS_INTERVAL_S:
             self._tell_status()
+            self._pulse()
         inbox, self._inbox = self._inbox, []
         return inbox
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from api.errors import ApiError, BadRequestError, ContextLengthError, NotReadyError, OverloadedError
 from api.ports import EngineStatus, GenerationRequest
+from appliance.assignment import read_cause
 from appliance.generation import ChoiceProgress, WorkerGeneration
 from appliance.host.channel import Channel, ChannelError, connect
 from appliance.host.segments import SegmentAllocator, SegmentFile, SegmentRange, SegmentsExhaustedError
@@ -79,6 +80,7 @@ class WorkerGateway:
         self._heard_ns = 0
         self._status: Status | None = None
         self._cause = "the engine has not answered yet"
+        self._before = ""
         self._choices: dict[int, ChoiceProgress] = {}
         self._awaited: dict[int, asyncio.Future[None]] = {}
         self._task: asyncio.Task[None] | None = None
@@ -131,6 +133,8 @@ class WorkerGateway:
         state, reason = status.state, status.reason
         if self._is_silent(now):
             state, reason = "lost", self._silence(now)
+        elif state == "starting" and self._before:
+            reason = f"{reason}; {self._before}"
         elif state not in _STATES:
             state, reason = "lost", reason or f"the engine reports the state {state!r}"
         return EngineStatus(
@@ -244,11 +248,12 @@ class WorkerGateway:
             try:
                 peer = connect(self._settings.socket)
             except ChannelError as error:
-                self._cause = str(error)
+                self._cause = read_cause(self._settings.socket) or str(error)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, self._settings.retry_most_s)
                 continue
             pause_s = self._settings.retry_first_s
+            self._before = read_cause(self._settings.socket)
             self._ended.clear()
             self._heard_ns = self._clock_ns()
             owned = self._settings.owned

@@ -4,54 +4,59 @@ Owns the run's directory, the segment file, the port's reservation and the child
 request itself.
 
 The order of a start: check the host, reserve the port, make the run's directory and the segments, start the engine and
-the workers, wait until every worker reports that the engine is ready, say so. The order of an end: the workers drain
-first, since they hold the clients; then the engine; then segments and directory go. Any child that ends unasked ends
-the run with exit code 1: a service manager starts it again.
+the workers, wait until every worker reports that the engine is ready, say so. Until then a child that ends unasked ends
+the run with exit code 1 and the child's reason. Afterwards such a child is started again in its place, after a pause
+that grows with its failures, and so is an engine that falls silent or whose card reports an error; the others go on.
+
+The order of an end: the workers drain first, since they hold the clients; then the engine; then segments and directory
+go.
 """
 
-import fcntl
 import os
 import secrets
 import selectors
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 import structlog
+from prometheus_client import CollectorRegistry
 
-from appliance.assignment import Assignment, Notice, read_notices, write_assignment
+from appliance.assignment import Assignment, write_cause
+from appliance.children import Child
 from appliance.config import (
     ApplianceConfig,
     engine_environment,
     notify_address,
+    share_counts,
     watchdog_interval_s,
     worker_environment,
 )
 from appliance.config_rules import host_problems
 from appliance.handoff import directories, sweep
+from appliance.host.card_errors import KernelLog, served_cards
 from appliance.host.numa import Placement, choose, keep_to, read_topology
-from appliance.host.process import age_s, ending, notify
-from appliance.host.segments import SegmentError, SegmentFile, remove_stale
-from appliance.telemetry import clear_metrics
+from appliance.host.process import age_s, notify
+from appliance.host.segments import remove_stale
+from appliance.reservation import StartError, make_run_directory, make_segments, reserve_port
+from appliance.supervision import Healing
+from appliance.telemetry import NodeMetrics, clear_metrics, count_as, forget_gauges
 from planner.target import DEFAULT_TARGET, find_target
 
 ENGINE_END_S = 2.0
 """Time the engine gets to end after the workers have."""
+TURN_S = 1.0
+"""Longest turn of the main loop."""
 WORKER_MARGIN_S = 2.5
 """Time beyond the drain's deadline that workers get; the whole end stays within the deadline and 5 s."""
 
 _log = structlog.get_logger("zccp.main")
-
-
-class StartError(RuntimeError):
-    """The appliance cannot start; the message names the cause and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,19 +65,6 @@ class Commands:
 
     worker: tuple[str, ...] = (sys.executable, "-m", "appliance.worker")
     engine: tuple[str, ...] = (sys.executable, "-m", "appliance.engine_main")
-
-
-@dataclass(slots=True, eq=False)
-class _Child:
-    """One child process with what it last said."""
-
-    name: str
-    process: "subprocess.Popen[bytes]"
-    pidfd: int
-    notices: int
-    buffer: bytearray = field(default_factory=bytearray)
-    last: Notice = field(default_factory=lambda: Notice(state="starting"))
-    alive: bool = True
 
 
 @dataclass(slots=True)
@@ -120,7 +112,7 @@ def serve(
         instance = f"{os.getpid()}-{secrets.token_hex(4)}"
         directory, lock = make_run_directory(config.run, instance)
         try:
-            with _make_segments(config, instance) as segments:
+            with make_segments(config.shared_memory, instance) as segments:
                 place = _Place(config, directory, port, model, segments.path)
                 return _Node(place, commands or Commands(), announce or _to_stderr).run()
         finally:
@@ -134,79 +126,6 @@ def place_near_gpu(config: ApplianceConfig, root: Path = Path("/")) -> Placement
     first = config.gpu.device_id
     devices = range(first, first + config.engine.devices) if on_gpu else range(0)
     return choose(read_topology(root), devices, os.sched_getaffinity(0))
-
-
-def reserve_port(host: str, port: int) -> socket.socket:
-    """Bind, without listening, the address that the workers will share; keeps everybody else off it.
-
-    Raises:
-        StartError: the address is in use, not allowed or not this machine's.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-            probe.listen(1)
-            if port == 0:
-                address = probe.getsockname()
-        reservation = socket.socket(family, kind | socket.SOCK_CLOEXEC, protocol)
-        reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        reservation.bind(address)
-    except OSError as error:
-        raise StartError(
-            f"cannot listen on {host} port {port}: {error.strerror or error};"
-            " stop what uses it, or choose another with --port or server.port"
-        ) from error
-    return reservation
-
-
-def make_run_directory(parent: Path, instance: str) -> tuple[Path, int]:
-    """Make the directory of this run, 0700, and remove those of dead ones.
-
-    Returns:
-        The directory and a descriptor whose lock says that this run is alive.
-
-    Raises:
-        StartError: it cannot be made.
-    """
-    directory = parent / instance
-    try:
-        parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        directory.mkdir(mode=0o700)
-        lock = os.open(directory / "alive", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        raise StartError(f"run directory {directory}: {error.strerror}; choose another paths.run") from error
-    for other in parent.iterdir():
-        if other != directory and _is_dead(other):
-            shutil.rmtree(other, ignore_errors=True)
-    return directory, lock
-
-
-def _is_dead(directory: Path) -> bool:
-    """Whether a run's directory has a lock that nobody holds; without a lock it may be starting just now."""
-    try:
-        descriptor = os.open(directory / "alive", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(descriptor)
-    return True
-
-
-def _make_segments(config: ApplianceConfig, instance: str) -> SegmentFile:
-    memory = config.shared_memory
-    try:
-        return SegmentFile.create(instance, memory.segment_count, memory.segment_size_kb * 1024)
-    except SegmentError as error:
-        raise StartError(str(error)) from error
 
 
 def _to_stderr(line: str) -> None:
@@ -224,6 +143,16 @@ class _Place:
     model: Path
     segments_file: Path
 
+    @property
+    def metrics(self) -> Path:
+        """Where all processes of the run count."""
+        return self.directory / "metrics"
+
+    @property
+    def socket(self) -> Path:
+        """Where the engine listens."""
+        return self.directory / "engine.sock"
+
 
 class _Node:
     """The children of one run and what is known of them."""
@@ -231,14 +160,26 @@ class _Node:
     def __init__(self, place: _Place, commands: Commands, announce: Callable[[str], None]) -> None:
         self._place = place
         self._config = place.config
-        self._commands = commands
         self._announce = announce
         self._selector = selectors.DefaultSelector()
-        self._children: list[_Child] = []
         self._wishes = _Wishes()
         self._manager = notify_address()
         self._ready = False
-        self._epoch = time.monotonic_ns()
+        self._serving = False
+        self._healing = Healing()
+        self._epoch = 0
+        clear_metrics(place.metrics)
+        share_counts(place.metrics)
+        count_as("main")
+        self._metrics = NodeMetrics(CollectorRegistry())
+        environment = engine_environment(self._config, place.metrics)
+        self._engine = Child("engine", 0, commands.engine, environment, self._selector)
+        environment = worker_environment(place.metrics)
+        self._workers = [
+            Child("worker", index, commands.worker, environment, self._selector)
+            for index in range(self._config.server.workers)
+        ]
+        self._kernel_log = self._open_kernel_log()
 
     def run(self) -> int:
         """Start everything, watch it, and end it in order; the exit code."""
@@ -247,10 +188,14 @@ class _Node:
         old_wake = signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         self._selector.register(wake_read, selectors.EVENT_READ, None)
         try:
-            self._start_all()
+            for child in self._children:
+                self._start(child)
+            _log.info("processes started", after_s=round(age_s(), 3), workers=len(self._workers))
             code = self._watch()
         finally:
             self._stop_all()
+            if self._kernel_log is not None:
+                self._kernel_log.close()
             self._selector.close()
             signal.set_wakeup_fd(old_wake)
             for number, handler in old.items():
@@ -260,61 +205,43 @@ class _Node:
         return code
 
     @property
-    def _workers(self) -> list[_Child]:
-        return self._children[1:]
+    def _children(self) -> list[Child]:
+        return [self._engine, *self._workers]
 
-    def _start_all(self) -> None:
-        metrics = self._place.directory / "metrics"
-        clear_metrics(metrics)
-        self._start("engine", 0, self._commands.engine, engine_environment(self._config, metrics))
-        for index in range(self._config.server.workers):
-            self._start("worker", index, self._commands.worker, worker_environment(metrics))
-        _log.info("processes started", after_s=round(age_s(), 3), workers=self._config.server.workers)
+    def _start(self, child: Child) -> None:
+        if child is self._engine:
+            self._epoch = max(self._epoch + 1, time.monotonic_ns())
 
-    def _start(self, role: str, index: int, command: Iterable[str], environment: dict[str, str]) -> None:
-        read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        assignment = Assignment(
-            role="worker" if role == "worker" else "engine",
-            index=index,
-            parent_pid=os.getpid(),
-            notify_fd=write,
-            epoch=self._epoch,
-            port=self._place.port,
-            segments_file=str(self._place.segments_file),
-            socket=str(self._place.directory / "engine.sock"),
-            metrics=str(self._place.directory / "metrics"),
-            model=str(self._place.model),
-            config=self._config,
-        )
-        path = self._place.directory / f"{assignment.name}.json"
-        write_assignment(path, assignment)
-        try:
-            process = subprocess.Popen(  # noqa: S603 - our own programs
-                [*command, str(path)],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=2,
-                pass_fds=(write,),
-                process_group=0,
+        def assign(notify_fd: int) -> Assignment:
+            return Assignment(
+                role=child.role,
+                index=child.index,
+                parent_pid=os.getpid(),
+                notify_fd=notify_fd,
+                epoch=self._epoch,
+                port=self._place.port,
+                segments_file=str(self._place.segments_file),
+                socket=str(self._place.socket),
+                metrics=str(self._place.metrics),
+                model=str(self._place.model),
+                config=self._config,
             )
-        finally:
-            os.close(write)
-        child = _Child(assignment.name, process, os.pidfd_open(process.pid), read)
-        self._children.append(child)
-        self._selector.register(child.pidfd, selectors.EVENT_READ, child)
-        self._selector.register(child.notices, selectors.EVENT_READ, child)
+
+        child.start(assign, self._place.directory)
+
+    # ------------------------------------------------------------------ while it runs
 
     def _watch(self) -> int:
-        """Until a signal or the end of a child; the exit code."""
+        """Until a signal or a failure of the first start; the exit code."""
         interval_s = watchdog_interval_s()
-        beat_s = interval_s / 2 if interval_s else 1.0
+        beat_s = interval_s / 2 if interval_s else TURN_S
         sweep_s = self._config.shared_memory.cleanup_interval_ms / 1000
         next_beat, next_sweep = 0.0, time.monotonic() + sweep_s
         while not self._wishes.stops:
             now = time.monotonic()
             if now >= next_beat:
                 next_beat = now + beat_s
-                if interval_s and self._is_healthy():
+                if interval_s and self._healing.is_well(now, serving=self._serving or not self._ready):
                     notify(self._manager, "WATCHDOG=1")
             if now >= next_sweep:
                 next_sweep = now + sweep_s
@@ -323,91 +250,146 @@ class _Node:
             if not self._ready and all(child.last.state == "ready" for child in self._workers):
                 self._say_ready()
                 next_beat = min(next_beat, now + 0.05)
-            self._poll(max(0.0, min(next_beat, next_sweep) - time.monotonic()))
-            dead = [child for child in self._children if not child.alive]
-            if dead:
-                for child in dead:
-                    reason = f": {child.last.reason}" if child.last.state == "failed" else ""
-                    _log.error(
-                        "a child process ended; the appliance stops",
-                        child=child.name,
-                        ended=ending(child.process.returncode) + reason,
-                    )
+            due = min(next_beat, next_sweep, now + TURN_S, *(child.wake_s for child in self._children))
+            ended = self._poll(max(0.0, due - time.monotonic()))
+            if ended and not self._ready:
+                for child, how in ended.items():
+                    _log.error("a child process ended; the appliance stops", child=child.name, ended=how)
                 return 1
+            if not self._wishes.stops:
+                self._mend(ended)
         return 0
 
-    def _is_healthy(self) -> bool:
-        """Whether no worker has lost the engine; what starts or drains counts as healthy."""
-        return all(child.last.state != "lost" for child in self._workers)
+    def _mend(self, ended: dict[Child, str]) -> None:
+        """Plan a new life for what has ended, end what hangs, start what is due, and tell of what changed."""
+        now = time.monotonic()
+        for child, how in ended.items():
+            self._plan_restart(child, how, now)
+        silent_s, limit_s = self._engine.silent_s(now), self._config.engine.step_timeout_s
+        if 0 < limit_s < silent_s:
+            self._give_up_engine(f"no sign of life for {silent_s:.0f} s, engine.step_timeout_s is {limit_s:g}", now)
+        self._engine.kill_if_due(now)
+        for child in self._children:
+            if child.is_due(now):
+                child.restarts += 1
+                self._metrics.restarts.labels(child.role).inc()
+                try:
+                    self._start(child)
+                except OSError as error:
+                    self._plan_restart(child, f"it cannot be started: {error.strerror or error}", now)
+        self._tell_change()
+
+    def _plan_restart(self, child: Child, how: str, now: float) -> None:
+        pause_s = child.retry_after_end(now)
+        _log.error(
+            "a child process ended; it is started again",
+            child=child.name,
+            ended=how,
+            pause_s=pause_s,
+            restarts=child.restarts,
+        )
+        forget_gauges(self._place.metrics, child.name)
+        if child is self._engine:
+            self._metrics.engine_ready.set(0)
+            write_cause(self._place.socket, f"the engine ended and is started again: {how}")
+
+    def _give_up_engine(self, cause: str, now: float) -> None:
+        if self._engine.doom(cause, now):
+            _log.error("the engine is ended", cause=cause)
+            self._metrics.engine_ready.set(0)
+
+    def _tell_change(self) -> None:
+        """Tell the service manager and the metrics when requests begin or cease to be served."""
+        ready = sum(child.is_alive and child.last.state == "ready" for child in self._workers)
+        lost = any(child.is_alive and child.last.state == "lost" for child in self._workers)
+        serving = self._ready and self._engine.ready_since_s is not None and ready > 0 and not lost
+        self._metrics.workers_ready.set(ready)
+        if serving == self._serving:
+            return
+        self._serving = serving
+        if serving:
+            write_cause(self._place.socket, "")
+        notify(self._manager, f"STATUS=serving on port {self._place.port}" if serving else "STATUS=recovering")
 
     def _say_ready(self) -> None:
         host, port = self._config.server.host, self._place.port
         if not _answers(host, port):
             return
-        self._ready = True
+        self._ready = self._serving = True
         shown = f"[{host}]" if ":" in host else host
         self._announce(f"zccp is ready at http://{shown}:{port}")
         notify(self._manager, "READY=1", f"STATUS=serving on port {port}")
 
-    def _poll(self, timeout_s: float) -> None:
+    def _poll(self, timeout_s: float) -> dict[Child, str]:
+        """Deal with what happens within ``timeout_s``; the children that ended, and how."""
+        ended: dict[Child, str] = {}
         for key, _ in self._selector.select(timeout_s):
-            child: _Child | None = key.data
-            if child is None:
-                os.read(key.fd, 4096)
-            elif key.fd == child.notices:
-                self._hear(child)
+            if isinstance(key.data, Child):
+                how = key.data.handle(key.fd, time.monotonic())
+                if how is not None:
+                    ended[key.data] = how
+            elif isinstance(key.data, KernelLog):
+                self._read_kernel_log(key.data)
             else:
-                self._reap(child)
+                os.read(key.fd, 4096)
+        return ended
 
-    def _hear(self, child: _Child) -> None:
-        data = os.read(child.notices, 65536)
-        if not data:
-            self._selector.unregister(child.notices)
+    # ------------------------------------------------------------------ errors of cards
+
+    def _open_kernel_log(self) -> KernelLog | None:
+        """The log in which the driver of the served cards reports; None without cards, or where it cannot be read."""
+        if not find_target(self._config.engine.target or DEFAULT_TARGET).card:
+            return None
+        visible = engine_environment(self._config, self._place.metrics)["CUDA_VISIBLE_DEVICES"]
+        try:
+            log = KernelLog(served_cards(visible))
+        except OSError as error:
+            _log.warning(
+                "errors of cards are not watched: the kernel's log cannot be read; give this user CAP_SYSLOG",
+                cause=error.strerror,
+            )
+            return None
+        self._selector.register(log, selectors.EVENT_READ, log)
+        return log
+
+    def _read_kernel_log(self, log: KernelLog) -> None:
+        """End the engine when a card of its reports that it cannot go on; what comes later is of the same event."""
+        try:
+            errors = log.read()
+        except OSError as error:
+            self._selector.unregister(log)
+            _log.warning("errors of cards are not watched any more", cause=error.strerror)
             return
-        child.buffer += data
-        for notice in read_notices(child.buffer):
-            child.last = notice
-            _log.debug("child says", child=child.name, state=notice.state, reason=notice.reason)
+        if errors and self._engine.ready_since_s is not None:
+            self._give_up_engine(str(errors[0]), time.monotonic())
 
-    def _reap(self, child: _Child) -> None:
-        child.process.wait()
-        child.alive = False
-        self._selector.unregister(child.pidfd)
-        os.close(child.pidfd)
+    # ------------------------------------------------------------------ the end
 
     def _stop_all(self) -> None:
         """Workers first, within the drain's deadline; then the engine; whoever does not end is killed."""
         notify(self._manager, "STOPPING=1", "STATUS=draining")
-        engine_alive = bool(self._children) and self._children[0].alive
-        wanted_s = self._config.server.drain_s if engine_alive else 0.0
+        wanted_s = self._config.server.drain_s if self._engine.is_alive else 0.0
         self._end(self._workers, wanted_s + WORKER_MARGIN_S)
-        self._end(self._children[:1], ENGINE_END_S)
-        for child in self._children:
-            if child.notices in self._selector.get_map():
-                self._selector.unregister(child.notices)
-            os.close(child.notices)
+        self._end([self._engine], ENGINE_END_S)
 
-    def _end(self, children: list[_Child], within_s: float) -> None:
-        living = [child for child in children if child.alive]
-        for child in living:
-            child.process.terminate()
+    def _end(self, children: list[Child], within_s: float) -> None:
+        for child in children:
+            child.terminate()
         asked = self._wishes.stops
         deadline = time.monotonic() + within_s
-        while any(child.alive for child in living):
+        while any(child.is_alive for child in children):
             left = deadline - time.monotonic()
             if left <= 0:
                 break
             self._poll(min(left, 0.5))
             if self._wishes.stops > asked:
                 asked = self._wishes.stops
-                for child in living:
-                    if child.alive:
-                        child.process.terminate()
-        for child in living:
-            if child.alive:
+                for child in children:
+                    child.terminate()
+        for child in children:
+            if child.is_alive:
                 _log.error("a child did not end in time and is killed", child=child.name)
-                child.process.kill()
-                self._reap(child)
+                child.kill(time.monotonic())
 
 
 def _answers(host: str, port: int) -> bool:

@@ -31,7 +31,7 @@ from typing import Literal, Protocol
 import structlog
 
 from appliance.host.process import ending
-from appliance.prediction_state import PredictionState, StateError, load, save
+from appliance.prediction_state import PredictionState, StateError, load, remove_leftovers, save
 from planner.history import Asked, HistoryKeeper, baseline, tenant_bucket
 from planner.length_model import MIN_HISTORY, LengthModel, Trained, predict
 from planner.sequence import FinishReason, Sequence
@@ -93,7 +93,8 @@ class TrainingProcess:
     """
 
     def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
-        self._folder = folder
+        self._source, self._destination = folder / "history.state", folder / "trained.state"
+        self._remove_files()  # those of an engine that was killed
         self._environment = dict(environment)
         self._process: subprocess.Popen[bytes] | None = None
         self._parent = str(os.getpid())
@@ -105,16 +106,14 @@ class TrainingProcess:
         Raises:
             TrainingError: the process failed, took too long, was stopped, or left no usable model.
         """
-        source, destination = self._folder / "history.state", self._folder / "trained.state"
         try:
-            save(source, state)
-            self._run(str(source), str(destination), state.model)
-            found = load(destination, state.model)
+            save(self._source, state)
+            self._run(str(self._source), str(self._destination), state.model)
+            found = load(self._destination, state.model)
         except (OSError, StateError) as error:
             raise TrainingError(str(error)) from error
         finally:
-            source.unlink(missing_ok=True)
-            destination.unlink(missing_ok=True)
+            self._remove_files()
         if found is None or found.trained is None:
             raise TrainingError("the training process left no model")
         return found.trained
@@ -125,6 +124,11 @@ class TrainingProcess:
         process = self._process
         if process is not None:
             process.kill()
+
+    def _remove_files(self) -> None:
+        for file in (self._source, self._destination):
+            file.unlink(missing_ok=True)
+            remove_leftovers(file)
 
     def _run(self, *arguments: str) -> None:
         command = [sys.executable, "-m", "appliance.prediction_training", *arguments, self._parent]
@@ -166,6 +170,7 @@ class LengthForecast:
         self._model = model
         self._trainer = trainer
         self._metrics = metrics
+        remove_leftovers(path)
         state = _restored(path, model)
         self._keeper = HistoryKeeper(state.history if state else None)
         self._trained = state.trained if state else None

@@ -8,6 +8,7 @@ caller starts anew. Never imports jax.
 import hashlib
 import os
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,6 +57,13 @@ class _Saved(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(_Saved).decode
+
+
+def remove_leftovers(path: Path) -> None:
+    """Remove what a process that was killed while it saved has left beside the file."""
+    for file in path.parent.glob(f".{path.name}.*"):
+        with suppress(OSError):
+            file.unlink()
 
 
 def save(path: Path, state: PredictionState) -> None:

@@ -26,7 +26,10 @@ from prometheus_client import (
     values,
 )
 from prometheus_client.core import CounterMetricFamily
-from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.multiprocess import (
+    MultiProcessCollector,
+    mark_process_dead,  # pyright: ignore[reportUnknownVariableType]
+)
 from prometheus_client.registry import Collector
 
 from api.ports import RequestRecord
@@ -39,6 +42,7 @@ _NOT_SHOWN = frozenset({"trace", "phases"})
 _OWN_PACKAGES = ("api.", "appliance.", "planner.", "pallas_kernels.")
 _LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
+_ENGINE_READY = ("zccp_engine_ready", "1 while the engine takes requests.")
 _STEP_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.1)
 
 
@@ -146,7 +150,7 @@ class Metrics:
             return Counter(name, text, labels, registry=registry)
 
         def gauge(name: str, text: str) -> Gauge:
-            return Gauge(name, text, registry=registry, multiprocess_mode="mostrecent")
+            return Gauge(name, text, registry=registry, multiprocess_mode="livemostrecent")
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(name, text, buckets=buckets, registry=registry)
@@ -157,7 +161,7 @@ class Metrics:
         self.pages_used = gauge("zccp_kv_pages_used", "Pages of keys and values in use.")
         self.pages_total = gauge("zccp_kv_pages_total", "Pages of keys and values.")
         self.pages_ratio = gauge("zccp_kv_use_ratio", "Share of the pages in use, 0 to 1.")
-        self.ready = gauge("zccp_engine_ready", "1 while the engine takes requests.")
+        self.ready = gauge(*_ENGINE_READY)
         self.segments_used = Gauge(
             "zccp_segments_used",
             "Context segments that requests hold.",
@@ -190,6 +194,25 @@ class Metrics:
         )  # fmt: skip
         self.duration = histogram("zccp_request_seconds", "Arrival to last byte.", _LATENCY_BUCKETS)
         self.cached_tokens = counter("zccp_cached_prompt_tokens", "Prompt ids whose keys and values were reused.")
+
+
+class NodeMetrics:
+    """What the main process counts of its children; made once, after ``share_counts`` and ``count_as``."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        """Register under ``registry``."""
+        self.restarts = Counter(
+            "zccp_restarts", "Processes started again after they had ended.", ("process",), registry=registry
+        )
+        self.workers_ready = Gauge(
+            "zccp_workers_ready",
+            "Worker processes that take requests.",
+            registry=registry,
+            multiprocess_mode="livemostrecent",
+        )
+        self.engine_ready = Gauge(*_ENGINE_READY, registry=registry, multiprocess_mode="livemostrecent")
+        for role in ("engine", "worker"):
+            self.restarts.labels(role)
 
 
 class WorkerObserver:
@@ -286,6 +309,20 @@ class _KeyUsage(Collector):
                 tokens.add_metric((tenants[used.key_id], used.key_id), used.tokens)
         yield requests
         yield tokens
+
+
+def count_as(process: str) -> None:
+    """Count under the name of this process from now on; call before it makes any metric.
+
+    A process that is started again goes on with the counts of the one before, so that counters never fall and there are
+    as many files as names.
+    """
+    values.ValueClass = values.MultiProcessValue(lambda: process)  # pyright: ignore[reportUnknownMemberType]
+
+
+def forget_gauges(directory: Path, process: str) -> None:
+    """Drop what a dead process said of the moment; its counters stay."""
+    mark_process_dead(process, str(directory))
 
 
 def counts_are_shared() -> bool:

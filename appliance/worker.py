@@ -39,7 +39,7 @@ from appliance.keys import FileKeyRing, KeyFileError
 from appliance.model.codec import Codec
 from appliance.model.record import ModelRecordError, read_record
 from appliance.model.tokenizer import TokenizerError
-from appliance.telemetry import Metrics, WorkerObserver, configure_logging
+from appliance.telemetry import Metrics, WorkerObserver, configure_logging, count_as
 
 if TYPE_CHECKING:
     from appliance.tracing import TraceExporter
@@ -85,6 +85,7 @@ def run(assignment: Assignment, load_text: LoadText) -> int:
     die_with_parent(assignment.parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     configure_logging(assignment.config.log.level, assignment.name)
+    count_as(assignment.name)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
             return runner.run(_serve(assignment, load_text))

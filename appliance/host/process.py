@@ -10,6 +10,9 @@ import socket
 import time
 from pathlib import Path
 
+DUMP_SIGNAL = signal.SIGUSR1
+"""Asks the engine to write where each of its threads is; see ``appliance.engine_main``."""
+
 _PR_SET_PDEATHSIG = 1
 
 

@@ -76,6 +76,7 @@ def test_documented_page_size_in_bytes_of_ids() -> None:
         ({"engine": {"page_size": 64}, "gpu": {"paged_attention_page_size": 2048}}, "differ; give one of them"),
         ({"gpu": {"paged_attention_page_size": 130}}, "must be a multiple of 4, the bytes of one id"),
         ({"engine": {"prefill_chunk": 100}}, "engine.prefill_chunk is 100; it must be a multiple of 16"),
+        ({"engine": {"step_timeout_s": 0.5}}, "engine.step_timeout_s is 0.5; it must be 0 or at least 1"),
         ({"engine": {"kv_format": "fp8"}}, "engine.kv_format is 'fp8'; it must be one of "),
         ({"engine": {"context": 200_000}}, "engine.context is 200000; it must be between 64 and 131072"),
         ({"model": {"aliases": ["a"]}}, "model.aliases is .* must be a mapping"),

@@ -7,9 +7,11 @@ import pytest
 
 from api.errors import BadRequestError, ContextLengthError, NotReadyError, OverloadedError
 from api.ports import Finished, TokenLogprob, Tokens
+from appliance.assignment import write_cause
 from appliance.gateway_engine import EngineGateway
+from appliance.host.segments import SegmentFile
 from tests.support.engine_loop import EngineLoop
-from tests.support.gateway_pair import pair, request, rest, run
+from tests.support.gateway_pair import STRIDE, Clock, pair, request, rest, run
 
 ENGINE = {"queue_s": 0.1, "prefill_s": 0.2, "decode_s": 0.3}
 """What the engine of these tests says of every sequence that it ends."""
@@ -293,6 +295,45 @@ def test_starting_then_ready_then_draining(tmp_path: Path) -> None:
                 await both.worker.submit(request(1))
 
     run(body)
+
+
+def test_the_main_process_says_why_there_is_no_engine(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with pair(tmp_path) as both:
+            write_cause(both.path, "the engine ended and is started again: signal SIGKILL")
+            both.engine.gateway.close(flush_s=0.0)
+            both.engine = None
+            await both.until(lambda: "signal SIGKILL" in both.worker.status().reason)
+            assert both.worker.status().state == "lost"
+            gateway = EngineGateway(both.path, both.segments, 2, both.clock.seconds)
+            for _ in range(50):
+                await asyncio.sleep(0.001)
+                gateway.announce("restoring weights")
+            assert both.worker.status().state == "starting"
+            assert both.worker.status().reason == (
+                "restoring weights; the engine ended and is started again: signal SIGKILL"
+            )
+            gateway.close(flush_s=0.0)
+            write_cause(both.path, "")
+            both.engine = EngineLoop(both.path, both.segments, epoch=2, clock=both.clock.seconds)
+            await both.until(lambda: both.worker.status().state == "ready")
+            assert both.worker.status().reason == ""
+
+    run(body)
+
+
+def test_the_engine_gives_a_sign_of_life_while_it_turns(tmp_path: Path) -> None:
+    clock, pulses = Clock(), list[float]()
+    with SegmentFile.create("pulse", 8, STRIDE, tmp_path) as segments:
+        gateway = EngineGateway(
+            tmp_path / "engine.sock", segments, 1, clock.seconds, pulse=lambda: pulses.append(clock.seconds())
+        )
+        gateway.announce("loading is no sign of a turning loop")
+        for _ in range(10):
+            clock.ns += 100_000_000
+            gateway.receive(0.0)
+        gateway.close(flush_s=0.0)
+    assert pulses == pytest.approx([1.5, 2.0])
 
 
 def test_status_carries_the_engines_counts(tmp_path: Path) -> None:

@@ -1,119 +1,17 @@
 """The whole node: a real main process, a real worker with real HTTP, a real engine loop over the arithmetic model."""
 
 import json
-import os
 import signal
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import pytest
 
 from appliance.host.process import ending
-from appliance.lifecycle import StartError, reserve_port
-from planner.sequence import Sampling
-from tests.support.arithmetic_model import continuation
-from tests.support.serving_children import ByteCodec
-
-ROOT = Path(__file__).resolve().parents[2]
-MAIN = """
-import json, sys
-from pathlib import Path
-from appliance.config import build
-from appliance.lifecycle import Commands, StartError, serve
-from appliance.telemetry import configure_logging
-given = json.loads(sys.argv[1])
-configure_logging("info", "main")
-run = (sys.executable, "-m", "tests.support.serving_children")
-commands = Commands(worker=(*run, "worker"), engine=(*run, *given.pop("engine")))
-try:
-    sys.exit(serve(build(given, {}), Path("/no-model"), commands, lambda line: print(line, flush=True)))
-except StartError as error:
-    print(f"StartError: {error}", file=sys.stderr)
-    sys.exit(1)
-"""
-
-
-@dataclass
-class Node:
-    process: "subprocess.Popen[str]"
-    log: Path
-    home: Path
-    url: str = ""
-
-    def wait_ready(self) -> None:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line.startswith("zccp is ready at http://127.0.0.1:"), self.lines()
-        self.url = line.split()[-1]
-
-    def lines(self) -> list[dict]:
-        return [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
-
-    def children(self) -> dict[str, int]:
-        return {line["process"]: line["pid"] for line in self.lines()}
-
-    def end(self, number: int = signal.SIGTERM, within_s: float = 20.0) -> int:
-        self.process.send_signal(number)
-        return self.process.wait(within_s)
-
-
-@contextmanager
-def node(tmp_path: Path, *, delay_ms: float = 0.0, engine: tuple[str, ...] = (), **sections: dict) -> Iterator[Node]:
-    server = {"port": 0, "drain_s": 5, **sections.pop("server", {})}
-    given = {
-        "engine": engine or ("engine", str(delay_ms)),
-        "server": server,
-        "shared_memory": {"segment_count": 16},
-        "paths": {"home": str(tmp_path / "home"), "run": str(tmp_path / "run")},
-        **sections,
-    }
-    log = tmp_path / "log.txt"
-    with (
-        log.open("w") as stderr,
-        subprocess.Popen(
-            [sys.executable, "-c", MAIN, json.dumps(given)],
-            stdout=subprocess.PIPE, stderr=stderr, text=True, cwd=ROOT,
-        ) as process,
-    ):  # fmt: skip
-        running = Node(process, log, tmp_path / "home")
-        try:
-            yield running
-        finally:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-
-
-def ask(url: str, prompt: str, max_tokens: int, **more: object) -> httpx.Response:
-    body = {"model": "arithmetic", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "seed": 1, **more}
-    return httpx.post(f"{url}/v1/completions", json=body, timeout=30.0)
-
-
-def expected(prompt: str, max_tokens: int) -> str:
-    ids = ByteCodec().encode(prompt, parse_special=False)
-    answer = continuation(ids, Sampling(max_tokens=max_tokens, temperature=0.0, seed=1))
-    return "".join(chr(32 + token) for token in answer)
-
-
-@contextmanager
-def stream(url: str, prompt: str, max_tokens: int) -> Iterator[Iterator[str]]:
-    body = {
-        "model": "arithmetic", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "seed": 1, "stream": True,
-    }  # fmt: skip
-    with httpx.Client(timeout=30.0) as client, client.stream("POST", f"{url}/v1/completions", json=body) as response:
-        assert response.status_code == 200
-        yield (line[6:] for line in response.iter_lines() if line.startswith("data: "))
-
-
-def text_of(events: list[str]) -> str:
-    return "".join(choice["text"] for event in events for choice in json.loads(event).get("choices", ()))
+from appliance.reservation import StartError, reserve_port
+from tests.support.node import ask, expected, node, stream, text_of, wait_for
 
 
 def test_requests_metrics_and_a_clean_end(tmp_path: Path) -> None:
@@ -170,8 +68,8 @@ def test_bc_092_a_client_that_leaves_frees_its_pages_streaming_or_not(tmp_path: 
                 body = json.dumps({"model": "arithmetic", "prompt": "a", "max_tokens": 900, "stream": streaming})
                 head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
                 client.sendall(f"{head}Content-Type: application/json\r\n\r\n{body}".encode())
-                _wait_for(lambda: httpx.get(f"{running.url}/health").json()["running"] == 1)
-            _wait_for(lambda: httpx.get(f"{running.url}/health").json()["free_pages"] == 256)
+                wait_for(lambda: httpx.get(f"{running.url}/health").json()["running"] == 1)
+            wait_for(lambda: httpx.get(f"{running.url}/health").json()["free_pages"] == 256)
         assert ask(running.url, "next", 3).json()["choices"][0]["text"] == expected("next", 3)
         assert running.end() == 0
         requests = [line for line in running.lines() if line["event"] == "request"]
@@ -259,19 +157,6 @@ def test_a_damaged_file_of_a_worker_ends_the_node_with_its_cause_alone(tmp_path:
     assert "Traceback" not in running.log.read_text()
 
 
-def test_a_killed_engine_ends_streams_with_a_typed_error_and_the_node_with_1(tmp_path: Path) -> None:
-    with node(tmp_path, delay_ms=20) as running:
-        running.wait_ready()
-        with stream(running.url, "abc", 900) as events:
-            seen = [next(events)]
-            os.kill(running.children()["engine"], signal.SIGKILL)
-            seen += list(events)
-        assert "engine lost" in json.loads(seen[-1])["error"]["message"]
-        assert running.process.wait(20) == 1
-        (ended,) = [line for line in running.lines() if line["event"] == "a child process ended; the appliance stops"]
-        assert ended["ended"] == "signal SIGKILL"
-
-
 def test_a_killed_main_process_takes_its_children_along_and_the_next_start_cleans_up(tmp_path: Path) -> None:
     with node(tmp_path) as running:
         running.wait_ready()
@@ -335,13 +220,6 @@ def test_how_a_child_ended_in_words() -> None:
     assert ending(0) == "exit code 0"
     assert ending(-9) == "signal SIGKILL"
     assert ending(-99) == "signal 99"
-
-
-def _wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < deadline, "the condition never came true"
-        time.sleep(0.02)
 
 
 def _is_running(pid: int) -> bool:

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from appliance.prediction_state import MAX_BYTES, SCHEMA, PredictionState, StateError, load, save
+from appliance.prediction_state import MAX_BYTES, SCHEMA, PredictionState, StateError, load, remove_leftovers, save
 from planner.length_model import SHAPES, LengthModel, Scores, Trained
 from tests.support.traces import noise
 
@@ -57,6 +57,16 @@ def test_the_file_is_private_and_nothing_else_is_left(saved: Path) -> None:
     save(saved, a_state())
     assert saved.stat().st_mode & 0o777 == 0o600
     assert [path.name for path in saved.parent.iterdir()] == ["small.state"]
+
+
+def test_what_a_killed_process_left_is_removed_and_nothing_else(saved: Path) -> None:
+    left = [saved.parent / f".{saved.name}.{end}" for end in ("k2j4", "x_y1")]
+    other = saved.parent / ".other.state.abcd"
+    for file in (*left, other):
+        file.touch()
+    remove_leftovers(saved)
+    assert sorted(saved.parent.iterdir()) == sorted([saved, other])
+    remove_leftovers(saved.parent / "no folder" / "file")
 
 
 def test_a_write_that_fails_leaves_the_old_file(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:

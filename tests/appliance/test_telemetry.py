@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from appliance.telemetry import redact
+from appliance.telemetry import forget_gauges, redact
 
 LOG = """
 import logging, sys
@@ -76,11 +76,18 @@ from prometheus_client import CollectorRegistry
 from api.ports import RequestPhase, RequestRecord
 from api.trace import TraceContext
 from appliance.host.ledger import Usage
-from appliance.telemetry import Metrics, WorkerObserver, configure_logging, counts_are_shared
+from appliance.telemetry import Metrics, NodeMetrics, WorkerObserver, configure_logging, count_as, counts_are_shared
 assert counts_are_shared()
+if len(sys.argv) > 3:
+    count_as(sys.argv[3])
 configure_logging("info", "test")
 directory = Path(os.environ["PROMETHEUS_MULTIPROC_DIR"])
-if sys.argv[1] == "engine":
+if sys.argv[1] == "main":
+    node = NodeMetrics(CollectorRegistry())
+    node.restarts.labels("engine").inc()
+    node.workers_ready.set(2)
+    node.engine_ready.set(0)
+elif sys.argv[1] == "engine":
     from appliance.engine_metrics import EngineObserver
     from appliance.engine_ports import EngineReport
     from planner.buckets import Bucket, Phase
@@ -140,6 +147,38 @@ def test_any_worker_answers_for_the_whole_node(tmp_path: Path) -> None:
     }  # fmt: skip
     assert {name: samples.get(name) for name in expected} == expected
     assert not any("gone" in name for name in samples)
+
+
+def test_a_successor_goes_on_with_the_counts_and_not_with_what_was_true_then(tmp_path: Path) -> None:
+    for _ in range(3):
+        _metrics(tmp_path, "engine", "as", "engine")
+        _metrics(tmp_path, "count", "1", "worker-0")
+    files = sorted(path.name for path in tmp_path.iterdir())
+    assert {name.rpartition("_")[2] for name in files} == {"engine.db", "worker-0.db"}
+    shown = _metrics(tmp_path, "show", "1", "worker-1")
+    assert _samples(shown)["zccp_generated_tokens_total"] == 9
+    assert _samples(shown)["zccp_time_to_first_token_seconds_count"] == 4
+    assert _samples(shown)["zccp_kv_pages_used"] == 10
+    forget_gauges(tmp_path, "engine")
+    after = _samples(_metrics(tmp_path, "show", "1", "worker-1"))
+    assert "zccp_kv_pages_used" not in after
+    assert "zccp_engine_ready" not in after
+    assert after["zccp_generated_tokens_total"] == 9
+    assert {path.name for path in tmp_path.iterdir()} - set(files) == {
+        f"{kind}_worker-1.db" for kind in ("counter", "histogram", "gauge_livemostrecent", "gauge_livesum")
+    }
+
+
+def test_the_main_process_says_what_no_engine_is_there_to_say(tmp_path: Path) -> None:
+    _metrics(tmp_path, "engine", "as", "engine")
+    _metrics(tmp_path, "main", "as", "main")
+    samples = _samples(_metrics(tmp_path, "show", "1"))
+    assert samples["zccp_engine_ready"] == 0
+    assert samples["zccp_workers_ready"] == 2
+    assert samples['zccp_restarts_total{process="engine"}'] == 1
+    assert samples['zccp_restarts_total{process="worker"}'] == 0
+    _metrics(tmp_path, "engine", "as", "engine")
+    assert _samples(_metrics(tmp_path, "show", "1"))["zccp_engine_ready"] == 1
 
 
 def test_bc_182_labels_are_bounded(tmp_path: Path) -> None:

@@ -180,7 +180,7 @@ class Load:
         return "" if ended else "the stream ended without its last event"
 
     def _chat(self, draw: random.Random) -> Body:
-        turns = [{"role": "user", "content": _prose(draw)}]
+        turns = [{"role": "user", "content": prose(draw)}]
         body: Body = {"model": self._model, "max_tokens": draw.randint(1, 120), "messages": turns}
         if draw.random() < 0.5:
             body["temperature"] = draw.choice((0, 0.7, 1))
@@ -188,12 +188,12 @@ class Load:
 
     def _completion(self, draw: random.Random) -> Body:
         seed = draw.randrange(1 << 30)
-        return {"model": self._model, "prompt": _prose(draw), "max_tokens": draw.randint(1, 80), "seed": seed}
+        return {"model": self._model, "prompt": prose(draw), "max_tokens": draw.randint(1, 80), "seed": seed}
 
 
-def _prose(draw: random.Random) -> str:
+def prose(draw: random.Random, most_words: int = _MOST_WORDS) -> str:
     """Text of a length that is often short and now and then long."""
-    count = int(_MOST_WORDS ** draw.random())
+    count = int(most_words ** draw.random())
     return " ".join(draw.choices(_WORDS, k=max(1, count)))
 
 

@@ -14,7 +14,7 @@ from api.schemas.openai import ChatRequest, CompletionRequest
 from appliance.cli import main
 from appliance.config_reference import reference_markdown
 from appliance.model.catalog import CATALOG
-from appliance.telemetry import Metrics
+from appliance.telemetry import Metrics, NodeMetrics
 from planner.formats import WeightForm
 from tests.repo.test_checks import ROOT
 from tests.support.api_rig import MODEL, Rig
@@ -45,10 +45,11 @@ def test_the_configuration_table_is_the_generated_one() -> None:
 
 
 def test_every_metric_is_described() -> None:
-    registry = CollectorRegistry()
+    registry, of_main = CollectorRegistry(), CollectorRegistry()
     Metrics(registry)
+    NodeMetrics(of_main)
     table = section("## Metrics")
-    for family in registry.collect():
+    for family in (*registry.collect(), *of_main.collect()):
         name = f"{family.name}_total" if family.type == "counter" else family.name
         assert f"| `{name}` | {family.type} | {family.documentation} |" in table
 

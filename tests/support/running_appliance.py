@@ -99,8 +99,12 @@ class RunningAppliance:
         return [json.loads(line) for line in lines if line.startswith("{")]
 
     def process_id(self, name: str) -> int:
-        """The id of a child process, by its name in the log."""
-        return next(int(line["pid"]) for line in self.log() if line["process"] == name)
+        """The id of the newest child process of that name in the log."""
+        return [int(line["pid"]) for line in self.log() if line["process"] == name][-1]
+
+    def events(self, event: str) -> list[dict[str, Any]]:
+        """The log's lines that say ``event``."""
+        return [line for line in self.log() if line["event"] == event]
 
     def metrics(self) -> dict[str, float]:
         """Every sample of ``/metrics``, by its name with labels."""

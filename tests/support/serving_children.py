@@ -1,13 +1,17 @@
 """Children for tests of whole processes: a real worker over a byte codec, a real engine over the arithmetic model.
 
-Run as ``python -m tests.support.serving_children worker|engine [delay in ms] assignment.json``. The codec maps id n to
-the character chr(32 + n), so that ids 0 to 94 are printable and every text of a prompt can be sent.
+Run as ``python -m tests.support.serving_children ROLE [OPTION] assignment.json``. Roles: ``worker``; ``engine`` with a
+delay in ms for each id; ``broken-engine`` with the reason why it cannot load; ``engine-unless`` with a file that holds
+such a reason while there is one. SIGUSR2 lets the next step of an engine fail. The codec maps id n to the character
+chr(32 + n), so that ids 0 to 94 are printable and every text of a prompt can be sent.
 """
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from api.ports import ChatMessage, ModelCard
 from appliance import engine_main, worker
@@ -59,6 +63,7 @@ def build_with(delay_s: float, fail: str = ""):
             raise RuntimeError(fail)
         lattice = Lattice(decode_slots=(8,), prefill_chunks=(64,), prefill_slots=4, widths=(CONTEXT // 16,))
         model = ArithmeticModel(lattice, 256, 16, on_write=lambda _slot, _page: time.sleep(delay_s))
+        signal.signal(signal.SIGUSR2, lambda *_: setattr(model, "fault", MemoryError("out of device memory")))
         scheduler = Scheduler(lattice, PagePool(256, 16), SchedulerSettings(prefill_budget=64))
         engine = Engine("weights", model.state(), model.programs(), scheduler, gateway, vocab=VOCAB, metrics=observer)
         return engine, ModelLimits(VOCAB, CONTEXT, frozenset())
@@ -74,4 +79,8 @@ if __name__ == "__main__":
         os._exit(code)
     if role == "broken-engine":
         sys.exit(engine_main.main(["", sys.argv[-1]], build_with(0.0, options[0])))
+    if role == "engine-unless":
+        reason = Path(options[0])
+        said = reason.read_text() if reason.exists() else ""
+        sys.exit(engine_main.main(["", sys.argv[-1]], build_with(0.0, said)))
     sys.exit(engine_main.main(["", sys.argv[-1]], build_with(float(options[0]) / 1000)))

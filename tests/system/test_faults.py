@@ -60,7 +60,29 @@ def copied_home(home: Path, tmp_path: Path) -> Path:
     return copy
 
 
-def test_a_killed_engine_is_a_typed_error_and_an_end(own: RunningAppliance) -> None:
+ANSWER = {"model": MODEL, "prompt": "The capital of France is", "max_tokens": 12, "temperature": 0}
+RESTARTED = "a child process ended; it is started again"
+
+
+def answer(appliance: RunningAppliance) -> str:
+    """What the appliance says to one question, once it is able to."""
+    found: list[str] = []
+
+    def is_answered() -> bool:
+        try:
+            reply = appliance.client.post("/v1/completions", json=ANSWER)
+        except httpx.TransportError:
+            return False
+        if reply.status_code == 200:
+            found.append(reply.json()["choices"][0]["text"])
+        return reply.status_code == 200
+
+    eventually(is_answered, lambda: f"no answer: {appliance.log()[-3:]}", 60)
+    return found[0]
+
+
+def test_a_killed_engine_is_a_typed_error_and_a_new_one_answers_the_same(own: RunningAppliance) -> None:
+    before = answer(own)
     reader = Reader(own.url, LONG)
     reader.wait_for_text()
     os.kill(own.process_id("engine"), signal.SIGKILL)
@@ -69,9 +91,44 @@ def test_a_killed_engine_is_a_typed_error_and_an_end(own: RunningAppliance) -> N
     assert "[DONE]" not in reader.text
     last = json.loads(reader.text.rstrip().rsplit("data: ", 1)[1])
     assert last["error"]["code"] in ("not_ready", "generation_failed")
-    assert own.process.wait(60) == 1
-    (line,) = [entry for entry in own.log() if "a child process ended" in entry["event"]]
-    assert (line["child"], "SIGKILL" in line["ended"] or "9" in line["ended"]) == ("engine", True)
+    worker = own.process_id("worker-0")
+    assert answer(own) == before
+    (line,) = own.events(RESTARTED)
+    assert (line["child"], line["ended"]) == ("engine", "signal SIGKILL")
+    assert own.process_id("worker-0") == worker
+    held = own.settled()
+    assert held['zccp_restarts_total{process="engine"}'] == 1
+    assert held["zccp_compilations_total"] == 0
+
+
+def test_a_killed_worker_is_replaced_and_the_engine_frees_what_it_held(own: RunningAppliance) -> None:
+    before = answer(own)
+    reader = Reader(own.url, LONG)
+    reader.wait_for_text()
+    engine = own.process_id("engine")
+    os.kill(own.process_id("worker-0"), signal.SIGKILL)
+    reader.join(30)
+    assert reader.error is not None
+    assert "[DONE]" not in reader.text
+    assert answer(own) == before
+    (line,) = own.events(RESTARTED)
+    assert (line["child"], line["ended"]) == ("worker-0", "signal SIGKILL")
+    assert own.process_id("engine") == engine
+    assert own.settled()['zccp_restarts_total{process="worker"}'] == 1
+
+
+def test_an_engine_that_hangs_is_replaced(home: Path, tmp_path: Path) -> None:
+    with RunningAppliance(write_config(tmp_path, home, {"engine": {"step_timeout_s": 3.0}})) as appliance:
+        before = answer(appliance)
+        reader = Reader(appliance.url, LONG)
+        reader.wait_for_text()
+        os.kill(appliance.process_id("engine"), signal.SIGSTOP)
+        reader.join(30)
+        assert "[DONE]" not in reader.text
+        assert "engine lost" in reader.text
+        assert answer(appliance) == before
+        (line,) = appliance.events(RESTARTED)
+        assert line["ended"].startswith("signal SIGKILL: no sign of life for ")
 
 
 def test_sigterm_lets_a_running_answer_end(own: RunningAppliance) -> None:
