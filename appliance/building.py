@@ -162,11 +162,7 @@ def build_release(
     _provide_devices(wanted[0])
     _without_devices(wanted[0])
     total, before, reports = sum(len(plan.buckets()) for plan in wanted), 0, list[BuildReport]()
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / PUBLIC_KEY).write_bytes(public_pem(key))
-    except OSError as error:
-        raise StoreError(f"release {out} cannot be written: {error}; free space or choose another place") from error
+    public = _begin_release(out, public_pem(key), force=force)
     for plan in wanted:
 
         def told(done: int, of_plan: int, name: str, plan: Plan = plan, before: int = before) -> None:
@@ -179,7 +175,32 @@ def build_release(
             )
         )  # fmt: skip
         before += len(plan.buckets())
-    return Release(reports, left_out, out / PUBLIC_KEY)
+    try:
+        public.write_bytes(public_pem(key))
+    except OSError as error:
+        raise _cannot_write(out, error) from error
+    return Release(reports, left_out, public)
+
+
+def _begin_release(out: Path, pem: bytes, *, force: bool) -> Path:
+    """Make the folder of a release; where its public key goes, once the stores are whole.
+
+    Raises:
+        StoreError: it cannot be made, or holds a release that another key has signed.
+    """
+    public = out / PUBLIC_KEY
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        signed = public.read_bytes() if public.exists() else pem
+    except OSError as error:
+        raise _cannot_write(out, error) from error
+    if signed != pem and not force:
+        raise StoreError(f"release {out} is signed by another key; choose another folder, or replace it with --force")
+    return public
+
+
+def _cannot_write(out: Path, error: OSError) -> StoreError:
+    return StoreError(f"release {out} cannot be written: {error}; free space or choose another place")
 
 
 def ensure_energy(

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from appliance.progress import ProgressView
-from appliance.verbs import Misuse, configured, load_config, show, table, verb
+from appliance.verbs import Misuse, Verbs, configured, load_config, show, table, verb
 
 if TYPE_CHECKING:
     from planner.build import BuildReport
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 def main() -> None:
     """Zero-Copy Context Pipeline: serves open-weight language models with programs compiled ahead of time."""
 
@@ -122,6 +122,8 @@ def plan(config_file: Path | None, as_json: bool, model: str | None, architectur
     question = {name: options.pop(name) for name in ("context", "output", "free_gb")}
     if options.pop("explain") != (question["context"] is not None):
         raise Misuse("--explain and --context belong together: zccp plan --explain --context 90000", as_json=as_json)
+    if question["free_gb"] is not None and not math.isfinite(question["free_gb"]):
+        raise Misuse(f"--free-gb is {question['free_gb']}; it must be a number of GB", as_json=as_json)
     engine = {"context" if name == "max_context" else name: value for name, value in options.items()}
     config = load_config(config_file, engine=engine, model={"reference": model})
     from appliance import plan_report  # noqa: PLC0415

@@ -5,6 +5,8 @@ Owns how results and errors are shown. Imports nothing that is slow to import.
 
 import functools
 import json
+import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +17,30 @@ if TYPE_CHECKING:
     from appliance.config import ApplianceConfig
 
 _OWN_PACKAGES = ("api.", "appliance.", "planner.", "pallas_kernels.")
+
+
+class Verbs(click.Group):
+    """The command line as a whole: however it ends, there is an exit code, and one object where ``--json`` is given."""
+
+    def main(self, args: Sequence[str] | None = None, *more: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+        """Run a verb; ends the process with its exit code where ``standalone_mode``."""
+        if not standalone_mode:
+            return super().main(args, *more, standalone_mode=False, **extra)
+        given = list(sys.argv[1:] if args is None else args)
+        try:
+            code = super().main(args, *more, standalone_mode=False, **extra)
+        except click.ClickException as error:
+            if "--json" in given and not isinstance(error, Failure):
+                click.echo(json.dumps({"error": error.format_message()}))
+            error.show()
+            code = error.exit_code
+        except click.Abort:
+            click.echo("zccp: stopped before the end; what was finished is kept", err=True)
+            code = 1
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that nothing is flushed to it at the end
+            code = 1
+        sys.exit(code if isinstance(code, int) else 0)
 
 
 class Failure(click.ClickException):
@@ -48,16 +74,18 @@ def verb(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def wrapped(*args: Any, as_json: bool, **kwargs: Any) -> Any:
         from appliance.config_rules import ConfigError  # noqa: PLC0415 - verbs only
+        from planner.architecture import UnsupportedArchitectureError  # noqa: PLC0415
         from planner.catalogue import UnknownArchitectureError  # noqa: PLC0415
+        from planner.plan import PlanError  # noqa: PLC0415
         from planner.target import UnknownTargetError  # noqa: PLC0415
 
         try:
             return function(*args, as_json=as_json, **kwargs)
-        except (click.ClickException, click.exceptions.Exit, click.Abort):
+        except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
             raise
         except ConfigError as error:
             raise Misuse("\n      ".join(error.problems), as_json=as_json) from error
-        except (UnknownArchitectureError, UnknownTargetError) as error:
+        except (PlanError, UnknownArchitectureError, UnknownTargetError, UnsupportedArchitectureError) as error:
             raise Misuse(str(error), as_json=as_json) from error
         except Exception as error:
             if isinstance(error, OSError) or type(error).__module__.startswith(_OWN_PACKAGES):

@@ -163,6 +163,9 @@ _HF_MODEL_TYPES = {
     "qwen3": "qwen3",
     "gemma3_text": "gemma3",
 }
+_LARGEST = 1 << 24
+_MOST = {"num_hidden_layers": 1024, "max_position_embeddings": 1 << 31}
+"""Bounds of sizes, far beyond any model there is; others have ``_LARGEST``."""
 _ACTIVATIONS = {"silu": Activation.SILU, "swish": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
 
 
@@ -175,6 +178,15 @@ def from_hf_config(config: Mapping[str, Any]) -> ModelArchitecture:
     Raises:
         UnsupportedArchitectureError: the family, the activation, the rope kind or a size cannot be served.
     """
+    try:
+        return _from_hf_config(config)
+    except UnsupportedArchitectureError:
+        raise
+    except (TypeError, ValueError, OverflowError) as error:
+        raise UnsupportedArchitectureError(f"config.json has a value of the wrong kind: {error}") from error
+
+
+def _from_hf_config(config: Mapping[str, Any]) -> ModelArchitecture:
     model_type = str(config.get("model_type", ""))
     if model_type == "gemma3" and isinstance(config.get("text_config"), Mapping):
         config = config["text_config"]
@@ -213,8 +225,8 @@ def from_hf_config(config: Mapping[str, Any]) -> ModelArchitecture:
         head_dim=head_dim,
         vocab=_whole(config, "vocab_size"),
         context=_whole(config, "max_position_embeddings", 131072 if gemma else 2048),
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        rope_theta=float(rope.get("rope_theta", 1_000_000.0 if gemma else 10_000.0)),
+        norm_eps=_positive(config, "rms_norm_eps", 1e-6),
+        rope_theta=_positive(rope, "rope_theta", 1_000_000.0 if gemma else 10_000.0),
         rope_scaling=scaling,
         rope_local_theta=local,
         local_rope=tuple(w > 0 for w in windows) if gemma else (),
@@ -247,7 +259,9 @@ def read_rope_scaling(rope: Mapping[str, Any], context: int) -> RopeScaling:
         raise UnsupportedArchitectureError(f"partial_rotary_factor {share} is not supported; only 1.0, whole heads, is")
     if kind == "default":
         return RopeScaling()
-    factor = float(rope.get("factor") or 1.0)
+    if kind not in ("linear", "llama3", "yarn"):
+        raise UnsupportedArchitectureError(f"rope scaling {kind!r} is not supported; supported: linear, llama3, yarn")
+    factor = _positive(rope, "factor", None)
     original = int(rope.get("original_max_position_embeddings") or context)
     if kind == "linear":
         return RopeScaling(RopeKind.LINEAR, factor=factor)
@@ -259,17 +273,15 @@ def read_rope_scaling(rope: Mapping[str, Any], context: int) -> RopeScaling:
             high_freq_factor=float(rope.get("high_freq_factor", 4.0)),
             original_context=original,
         )
-    if kind == "yarn":
-        return RopeScaling(
-            RopeKind.YARN,
-            factor=factor,
-            original_context=original,
-            beta_fast=float(rope.get("beta_fast") or 32.0),
-            beta_slow=float(rope.get("beta_slow") or 1.0),
-            attention_factor=_yarn_attention_factor(rope, factor),
-            truncate=bool(rope.get("truncate", True)),
-        )
-    raise UnsupportedArchitectureError(f"rope scaling {kind!r} is not supported; supported: linear, llama3, yarn")
+    return RopeScaling(
+        RopeKind.YARN,
+        factor=factor,
+        original_context=original,
+        beta_fast=float(rope.get("beta_fast") or 32.0),
+        beta_slow=float(rope.get("beta_slow") or 1.0),
+        attention_factor=_yarn_attention_factor(rope, factor),
+        truncate=bool(rope.get("truncate", True)),
+    )
 
 
 def _yarn_attention_factor(rope: Mapping[str, Any], factor: float) -> float:
@@ -291,9 +303,33 @@ def _whole(config: Mapping[str, Any], key: str, default: int | None = None) -> i
     value = config.get(key, default)
     if value is None:
         value = default
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value <= 0:
-        raise UnsupportedArchitectureError(f"config.json: {key} is {value!r}; it must be a whole number above 0")
-    return int(value)
+    most, number = _MOST.get(key, _LARGEST), _finite(value)
+    if number is None or number != int(number) or not 0 < number <= most:
+        raise UnsupportedArchitectureError(
+            f"config.json: {key} is {_shown(value)}; it must be a whole number in 1..{most}"
+        )
+    return int(number)
+
+
+def _positive(values: Mapping[str, Any], key: str, default: float | None) -> float:
+    value = values.get(key)
+    number = _finite(default if value is None else value)
+    if number is None or number <= 0:
+        raise UnsupportedArchitectureError(f"config.json: {key} is {_shown(value)}; it must be a number above 0")
+    return float(number)
+
+
+def _finite(value: object) -> int | float | None:
+    """A number that is one, else None."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return value if isinstance(value, int) or math.isfinite(value) else None
+
+
+def _shown(value: object) -> str:
+    """A value as it stands in a file, cut to a length that can be read."""
+    text = "missing" if value is None else repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _head_dim(config: Mapping[str, Any], embed: int, q_heads: int, default: int | None) -> int:
@@ -339,7 +375,10 @@ def _rope_parameters(config: Mapping[str, Any], family: str) -> tuple[Mapping[st
     if isinstance(nested, Mapping) and isinstance(nested.get("full_attention"), Mapping):
         sliding = nested.get("sliding_attention") or {}
         return nested["full_attention"], float(sliding.get("rope_theta", 10_000.0)) if family == "gemma3" else 0.0
-    rope = dict(nested if isinstance(nested, Mapping) else config.get("rope_scaling") or {})
+    scaling = nested if isinstance(nested, Mapping) else config.get("rope_scaling") or {}
+    if not isinstance(scaling, Mapping):
+        raise UnsupportedArchitectureError(f"config.json: rope_scaling is {_shown(scaling)}; it must be an object")
+    rope = dict(scaling)
     for key in ("rope_theta", "partial_rotary_factor"):
         if config.get(key) is not None:
             rope.setdefault(key, config[key])

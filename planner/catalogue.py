@@ -39,14 +39,16 @@ def find_architecture(reference: str) -> ModelArchitecture:
     path = path / "config.json" if path.is_dir() else path
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         reason = (error.strerror or str(error)) if isinstance(error, OSError) else "it holds no JSON"
         raise UnknownArchitectureError(
             f"architecture {reference!r} is none of {', '.join(architecture_names())}, and as the path of a "
             f"config.json it cannot be read: {reason}"
         ) from error
     if not isinstance(document, Mapping):
-        raise UnknownArchitectureError(f"{path} holds a {type(document).__name__}; a config.json is an object")
+        kinds = {list: "an array", str: "a text", bool: "true or false", type(None): "null"}
+        held = kinds.get(type(document), "a number")
+        raise UnknownArchitectureError(f"{path} holds {held}; a config.json is an object")
     try:
         return from_hf_config(document)
     except UnsupportedArchitectureError as error:

@@ -25,6 +25,8 @@ IMPLEMENTATIONS = {"cpu": ("xla", "native"), "cuda": ("pallas",)}
 
 _CODE_PATHS: dict[str, Implementation] = {"xla": "xla", "native": "native", "pallas": "pallas"}
 _SMALLEST_CHUNK = 32
+_CUT = ("q_heads", "ffw", "vocab")
+"""Sizes of a model that devices must divide."""
 
 
 class PlanError(ValueError):
@@ -310,15 +312,17 @@ def _target_fault(
 def _device_fault(architecture: ModelArchitecture, devices: int, context_devices: int) -> str:
     """Why a model cannot be cut over devices; empty if it can."""
     if not 1 <= context_devices <= devices or devices % context_devices:
-        return f"context_devices {context_devices} is no divisor of devices {devices}"
+        return f"context_devices {context_devices} is no divisor of devices {devices}: use one that divides them"
     if context_devices > 1 and any(architecture.windows):
         return (
             f"context_devices {context_devices}: a model with sliding windows is not spread by positions; "
             "use context_devices 1, which cuts it by heads"
         )
-    for name in ("q_heads", "ffw", "vocab"):
+    for name in _CUT:
         if getattr(architecture, name) % devices:
-            return f"devices {devices} do not divide the model's {name} {getattr(architecture, name)}: use fewer"
+            size = getattr(architecture, name)
+            fitting = [n for n in range(1, 9) if all(getattr(architecture, part) % n == 0 for part in _CUT)]
+            return f"devices {devices} do not divide the model's {name} {size}: use one of {fitting}"
     return ""
 
 

@@ -30,6 +30,7 @@ SCHEMA = 1
 LIBRARY = "native.so"
 _PACKAGES = {"cpu": ("jax", "jaxlib"), "cuda": ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda12-pjrt")}
 """Packages of a platform whose versions a program is bound to."""
+_MISSING = "not installed"
 _SHAPES_ONLY = ("cases.py", "model_shapes.py")
 _PLANNER_SOURCES = ("axes.py", "batch.py", "decoder.py", "program.py", "rope.py", "sharding.py", "weights.py")
 
@@ -181,6 +182,11 @@ def differences(manifest: Mapping[str, Any], plan: Plan) -> tuple[str, ...]:
     if manifest.get("schema") != SCHEMA:
         return (f"schema: the store has {manifest.get('schema')}, this version reads {SCHEMA}",)
     wanted = identity(plan)
+    platform = wanted["target"]["platform"]
+    lacking = [name for name, version in wanted["versions"].items() if version == _MISSING]
+    if lacking:
+        where = f"target: the programs are for {wanted['target']['name']}, of platform {platform}"
+        return (f"{where}, and this installation has no {' and no '.join(lacking)}; serve them where such devices are",)
     lines = [
         f"{name}: the store has {manifest.get(name)}, needed is {value}"
         for name, value in wanted.items()
@@ -216,7 +222,7 @@ def _version(package: str) -> str:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
-        return "not installed"
+        return _MISSING
 
 
 def _features(target: Target) -> tuple[str, ...]:

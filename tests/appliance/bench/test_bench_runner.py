@@ -130,7 +130,7 @@ def test_help_shows_the_benchs_own_options(bench, capsys) -> None:
 @pytest.mark.parametrize("name", runner.CHECKOUT)
 def test_outside_a_checkout_some_exit_2(name: str, tmp_path, capsys) -> None:
     assert run(name=name, root=tmp_path) == (2, "")
-    file = tmp_path / "tests" / "bench" / f"{name}.py"
+    file = tmp_path / "tests" / "bench" / f"{name.replace('-', '_')}.py"
     assert capsys.readouterr().err == (
         f"zccp: the bench {name} needs a checkout of the project: {file} does not exist; run it from one\n"
     )
