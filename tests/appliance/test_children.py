@@ -104,6 +104,7 @@ def test_a_doomed_child_is_killed_after_its_grace_with_the_cause(bench: Bench) -
         bench.turn(1.0)
     (pid,) = map(int, Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split())
     os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)  # until it has stopped, and hears nothing more
     assert bench.child.doom("it hangs", 10.0)
     assert not bench.child.doom("for another reason", 10.5)
     assert bench.child.wake_s == 10.0 + DUMP_S
