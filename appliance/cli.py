@@ -6,6 +6,7 @@ a verb does is elsewhere and imported when the verb runs, so that ``zccp --help`
 """
 
 import json
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from importlib import import_module

@@ -38,7 +38,9 @@ class Verbs(click.Group):
             click.echo("zccp: stopped before the end; what was finished is kept", err=True)
             code = 1
         except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that nothing is flushed to it at the end
+            os.dup2(
+                os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+            )  # so that nothing is flushed to it at the end
             code = 1
         sys.exit(code if isinstance(code, int) else 0)
 

@@ -57,6 +57,33 @@ def test_help_imports_nothing_heavy() -> None:
     assert done.stderr == "0 []\n"
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [("build", "--threads", "0"), ("plan", "--nosuch"), ("nonsense",), ("plan", "--explain", "--context", "-5")],
+)
+def test_a_wrong_use_is_an_object_too(run: Callable[..., Result], arguments: tuple[str, ...]) -> None:
+    result = run(*arguments, "--json")
+    assert result.exit_code == 2
+    assert json.loads(result.stdout)["error"] in result.stderr
+    assert run(*arguments).stdout == ""
+
+
+@pytest.mark.parametrize("free", ["nan", "inf"])
+def test_free_memory_is_a_number(run: Callable[..., Result], free: str) -> None:
+    result = run("plan", "--architecture", "llama-3.1-8b", "--explain", "--context", "9", "--free-gb", free, "--json")
+    assert (result.exit_code, json.loads(result.stdout)) == (
+        2,
+        {"error": f"--free-gb is {free}; it must be a number of GB"},
+    )
+
+
+def test_a_reader_that_has_enough_is_no_error() -> None:
+    command = f"{sys.executable} -m appliance.cli config --reference | head -1; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    assert done.stdout.splitlines()[-1] in ("0", "1")
+
+
 def test_main_process_never_loads_jax() -> None:
     code = "import sys, appliance.lifecycle, appliance.worker; print({'jax', 'jaxlib', 'orbax'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

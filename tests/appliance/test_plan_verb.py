@@ -108,7 +108,7 @@ def test_the_path_of_a_decision(run: Callable[..., Result]) -> None:
         (("--context", "5"), 2, "--explain and --context belong together"),
         (("--architecture", "llama-3.1-8b", "--max-context", "9999999"), 2, "engine.context is 9999999"),
         (("--architecture", "llama-3.3-70b", "--target", "a100_sxm_40"), 1, "take more devices than 1"),
-        (("--architecture", "gemma-3-27b", "--target", "h100_sxm", "--devices", "2", "--context-devices", "2"), 1,
+        (("--architecture", "gemma-3-27b", "--target", "h100_sxm", "--devices", "2", "--context-devices", "2"), 2,
          "a model with sliding windows is not spread by positions"),
         ((), 1, "zccp models pull"),
     ],

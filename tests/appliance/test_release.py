@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from appliance.building import _begin_release
 from appliance.config import ApplianceConfig, build
 from appliance.config_rules import ConfigError
 from appliance.model.record import ModelRecord
@@ -15,6 +16,7 @@ from planner.catalogue import find_architecture
 from planner.formats import KvFormat
 from planner.plan import PlanError
 from planner.signing import SigningKeyError, local_key, public_pem
+from planner.store import StoreError
 
 SMALL = find_architecture("smollm2-135m")
 BUILT = {"target": "a100_sxm_80", "slots": 8, "context": 4096}
@@ -48,6 +50,19 @@ def release(tmp_path) -> Path:
 
 def adopted(tmp_path, release, engine=None, **sections) -> ApplianceConfig:
     return adopt(config_of(tmp_path, engine, programs={"directory": str(release)}, **sections))
+
+
+def test_a_release_of_another_key_is_not_replaced_by_accident(tmp_path):
+    theirs, ours = (public_pem(Ed25519PrivateKey.generate()) for _ in range(2))
+    folder = tmp_path / "release"
+    public = _begin_release(folder, theirs, force=False)
+    assert not public.exists(), "it is written when the stores are whole"
+    public.write_bytes(theirs)
+    assert _begin_release(folder, theirs, force=False) == public
+    with pytest.raises(StoreError, match="is signed by another key; choose another folder, or replace it with --force"):
+        _begin_release(folder, ours, force=False)
+    _begin_release(folder, ours, force=True)
+    assert public.read_bytes() == theirs
 
 
 def test_without_a_release_nothing_changes(tmp_path):

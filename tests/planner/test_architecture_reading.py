@@ -99,3 +99,24 @@ def test_head_dim_that_cannot_be_known():
 def test_gemma_query_scale_from_its_own_key():
     gemma = {**LLAMA, "model_type": "gemma3_text", "head_dim": 16, "query_pre_attn_scalar": 168}
     assert from_hf_config(gemma).query_scale == pytest.approx(168**-0.5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 10**30}, r"hidden_size is 1000000000000000000000000000000; it must be .* in 1\.\.16777216"),
+        ({"num_hidden_layers": 10**9}, r"num_hidden_layers is 1000000000; it must be a whole number in 1\.\.1024"),
+        ({"num_hidden_layers": float("nan")}, "num_hidden_layers is nan"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan; it must be a number above 0"),
+        ({"rope_theta": float("inf")}, "rope_theta is inf; it must be a number above 0"),
+        ({"rope_theta": -1}, "rope_theta is -1; it must be a number above 0"),
+        ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn'; it must be an object"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor is 0; it must be a number above 0"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing; it must be a number above 0"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": "x"}}, "a value of the wrong kind"),
+        ({"vocab_size": None}, r"vocab_size is missing; it must be a whole number"),
+    ],
+)
+def test_numbers_that_are_none_are_refused(changes, message):
+    with pytest.raises(UnsupportedArchitectureError, match=message):
+        from_hf_config({**LLAMA, **changes})

@@ -55,7 +55,10 @@ def test_what_is_no_architecture_is_refused_with_the_names_there_are(tmp_path):
     with pytest.raises(UnknownArchitectureError, match="it holds no JSON"):
         find_architecture(str(file))
     file.write_text("[1]")
-    with pytest.raises(UnknownArchitectureError, match=r"holds a list; a config\.json is an object"):
+    with pytest.raises(UnknownArchitectureError, match=r"holds an array; a config\.json is an object"):
+        find_architecture(str(file))
+    file.write_text("[" * 100_000)
+    with pytest.raises(UnknownArchitectureError, match="it holds no JSON"):
         find_architecture(str(file))
     file.write_text('{"model_type": "mamba"}')
     with pytest.raises(UnsupportedArchitectureError, match=r"config\.json: model_type 'mamba' is not supported"):

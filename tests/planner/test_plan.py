@@ -173,7 +173,7 @@ def test_more_devices_than_heads_repeat_them():
         ({"devices": 0}, r"devices 0 is outside 1\.\.8"),
         ({"devices": 4, "context_devices": 3}, "context_devices 3 is no divisor of devices 4"),
         ({"context_devices": 2}, "context_devices 2 is no divisor of devices 1"),
-        ({"devices": 3}, "devices 3 do not divide the model's q_heads 16: use fewer"),
+        ({"devices": 3}, "devices 3 do not divide the model's q_heads 16: use one of"),
         (
             {"devices": 2, "context_devices": 2, "architecture": replace(GPU["architecture"], windows=(64,) * 30)},
             "context_devices 2: a model with sliding windows is not spread by positions; use context_devices 1",
