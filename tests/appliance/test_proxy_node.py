@@ -13,8 +13,8 @@ import pytest
 
 from appliance import doctor
 from appliance.config import build
-from tests.appliance.test_lifecycle import Node, ask, expected, node
 from tests.support.front import Front, names, needs_nginx, nginx, proxy_sections, shared_folder, wait_for
+from tests.support.node import Node, ask, expected, node
 
 pytestmark = needs_nginx
 
