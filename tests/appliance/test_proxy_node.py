@@ -89,6 +89,8 @@ def test_a_killed_worker_gives_502_before_headers_and_no_clean_end_after_them(tm
         assert json.loads(answer)["error"]["code"] == "worker_lost"
         assert json.loads(answer)["request_id"] == "cut"
         wait_for(lambda: front.bodies() == [])
+        wait_for(lambda: ask(front.url, "again", 3).status_code == 200, 30.0)
+        assert ask(front.url, "again", 3).json()["choices"][0]["text"] == expected("again", 3)
 
 
 def test_the_doctor_sees_whether_nginx_and_the_workers_meet(tmp_path: Path) -> None:
