@@ -15,6 +15,8 @@ from granian.server.embed import Server
 
 LEAVE_LOGGING_ALONE: dict[str, Any] = {"incremental": True, "handlers": {}}
 """Keeps granian from setting up ``logging``, which would close every handler of the process and what they write to."""
+IDLE_S = 75
+"""How long a connection may rest between requests, and a request's headers take; as long as nginx keeps one."""
 PROXY_IDLE_S = 120
 """How long a connection of the proxy may rest. Longer than the proxy keeps it, which else sends into a closed one."""
 PROXY_BACKLOG = 4096
@@ -62,7 +64,7 @@ def at_port(app: Any, host: str, port: int, *, http2: bool, max_connections: int
         address="127.0.0.1" if host == "localhost" else host,
         port=port,
         http=HTTPModes.auto if http2 else HTTPModes.http1,
-        http1_settings=HTTP1Settings(header_read_timeout=30_000, max_buffer_size=READ_BYTES),
+        http1_settings=HTTP1Settings(header_read_timeout=IDLE_S * 1000, max_buffer_size=READ_BYTES),
         backlog=1024,
         backpressure=max_connections,
     )

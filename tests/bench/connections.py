@@ -59,7 +59,7 @@ def run(context: BenchContext, *, idle: int, streams: int, workers: int) -> Find
     _allow_files(idle + streams + 200)
     overrides = {
         "server": {"workers": workers, "max_connections": idle + streams + 1000},
-        "shared_memory": {"segment_count": streams + 2 * workers, "segment_size_kb": 516},
+        "shared_memory": {"segment_count": streams + streams // 4 + 2 * workers, "segment_size_kb": 516},
         "engine": {"max_waiting": streams, "max_waiting_tokens": 1 << 20},
     }
     context.progress("building what is missing", 0, 1)
