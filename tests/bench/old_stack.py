@@ -1,7 +1,8 @@
 """old-stack: zccp beside nginx, Gunicorn, Flask and ``transformers``, under open-loop load on the same cores.
 
 Two arms. In the first both stacks run the model; in the second both run the same null model, so that what is left is
-the cost of the layer around it. Requests leave at the moments of a Poisson process, and their times run from there.
+the cost of the layer around it: a model whose forward pass costs nothing, so that each stack's own way from id to id
+counts. Requests leave at the moments of a Poisson process, and their times run from there.
 Both stacks are up all the time and take turns; who waits does nothing. Ratios are theirs over ours, of turns that
 belong together, so that above 1 zccp is better; of rates it is ours over theirs.
 """

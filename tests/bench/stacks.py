@@ -100,6 +100,8 @@ def old_stack(model: Path, workers: int, *, null: bool) -> Iterator[Stack]:
             "OLD_STACK_NULL": "1" if null else "0",
             "OLD_STACK_SOCKET": str(socket),
             "OLD_STACK_WORKERS": str(workers),
+            # torch's default, all cores for each worker, makes its threads wait for one another: seconds instead of ms
+            "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // workers)),
         }
         application = [str(gunicorn), "--config", str(HERE / "old_stack" / "gunicorn.conf.py"), "app:app"]
         front = [nginx, "-p", str(folder), "-c", str(settings), "-e", str(folder / "nginx-error.log")]

@@ -11,6 +11,7 @@ import uuid
 import torch
 import transformers
 from flask import Flask, Response, jsonify, request
+from transformers.modeling_outputs import CausalLMOutput
 
 DIRECTORY = os.environ["OLD_STACK_MODEL"]  # noqa: TID251 - how such applications are configured
 GGUF = {"gguf_file": os.environ["OLD_STACK_GGUF"]} if os.environ.get("OLD_STACK_GGUF") else {}  # noqa: TID251
@@ -18,19 +19,28 @@ NULL_MODEL = os.environ.get("OLD_STACK_NULL") == "1"  # noqa: TID251
 SAMPLED_ID = 1
 
 
-class NullModel:
-    """Answers at once with the same id again and again, so that what remains is the stack around a model."""
+class NullModel(transformers.PreTrainedModel, transformers.GenerationMixin):
+    """A model whose forward pass costs nothing and likes the same id best: what is left is the stack around it."""
 
-    def generate(self, input_ids: torch.Tensor, max_new_tokens: int, **_: object) -> torch.Tensor:
-        """The prompt and the ids."""
-        new = torch.full((input_ids.shape[0], max_new_tokens), SAMPLED_ID, dtype=input_ids.dtype)
-        return torch.cat([input_ids, new], dim=1)
+    config_class = transformers.PretrainedConfig
+    main_input_name = "input_ids"
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__(transformers.PretrainedConfig(vocab_size=vocab_size, is_decoder=True, num_hidden_layers=0))
+        self.logits = torch.nn.Parameter(torch.zeros(1, 1, vocab_size), requires_grad=False)
+        self.logits[..., SAMPLED_ID] = 1.0
+
+    def forward(self, input_ids: torch.Tensor, **_: object) -> CausalLMOutput:
+        """The same logits for every row."""
+        return CausalLMOutput(logits=self.logits.expand(input_ids.shape[0], 1, -1))
 
 
-def load_model() -> "transformers.PreTrainedModel | NullModel":
+def load_model() -> transformers.PreTrainedModel:
     """The model in float32, as ``from_pretrained`` gives it on a CPU."""
     if NULL_MODEL:
-        return NullModel()
+        model = NullModel(len(tokenizer))
+        model.generation_config = transformers.GenerationConfig(do_sample=False, pad_token_id=0, use_cache=False)
+        return model.eval()
     model = transformers.AutoModelForCausalLM.from_pretrained(DIRECTORY, dtype=torch.float32, **GGUF).eval()
     model.generation_config = transformers.GenerationConfig(do_sample=False, pad_token_id=0)
     return model
