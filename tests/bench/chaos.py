@@ -17,11 +17,12 @@ import click
 import httpx
 import psutil
 
-from appliance.bench.report import Findings, Result, measured
+from appliance.bench.report import Findings, measured
 from appliance.bench.runner import BenchContext, BenchError
 from appliance.bench.served import Served, build_store, serving, sum_samples, tail
 from appliance.host.segments import SHARED_MEMORY
 from tests.bench.chaos_load import Load, make_asks
+from tests.bench.leftovers import by_kind, held_after, zero
 
 OPTIONS: Sequence[click.Parameter] = [
     click.Option(["--kills"], type=click.IntRange(1), default=200, show_default=True, help="How many."),
@@ -37,8 +38,6 @@ WAIT_SHARE = 0.5
 MOST_PAUSE_S = 3.0
 """Kills come within this time after the last one, or after everything served again."""
 RECOVERY_LIMIT_S = 120.0
-QUIET_S = 20.0
-"""How long what is held may take to come back after the load."""
 POLL_S = 0.1
 
 
@@ -72,22 +71,22 @@ def run(
     with serving(context.config, {"server": {"workers": WORKERS}}) as served:
         load = Load(make_asks(served.model, seed), seed)
         done, before = asyncio.run(_chaos(context, served, load, kills, connections, seed, clock))
-        held = _held_after(served, clock)
+        held = held_after(served, ("zccp_segments_used", "zccp_kv_pages_used"), clock)
         after = footprint(served.pid)
     left = [path.name for path in SHARED_MEMORY.glob(f"zccp-{served.pid}-*")]
     extra = sorted(after.files - before.files) + left
     results = [
-        _zero("lost_requests", load.lost, "requests"),
-        _zero("leaked_segments", held["zccp_segments_used"], "segments"),
-        _zero("leaked_pages", held["zccp_kv_pages_used"], "pages"),
-        _zero("leaked_files", len(extra), "files"),
-        _zero("leaked_processes", after.processes - before.processes, "processes"),
-        _zero("leaked_descriptors", after.descriptors - before.descriptors, "descriptors"),
+        zero("lost_requests", load.lost, "requests"),
+        zero("leaked_segments", held["zccp_segments_used"], "segments"),
+        zero("leaked_pages", held["zccp_kv_pages_used"], "pages"),
+        zero("leaked_files", len(extra), "files"),
+        zero("leaked_processes", after.processes - before.processes, "processes"),
+        zero("leaked_descriptors", after.descriptors - before.descriptors, "descriptors"),
     ]
     results += [measured(f"{role}_recovery_s", times, "s") for role, times in done.recovery_s.items() if times]
     notes = [
-        f"kills: {_by_kind(done.victims)}",
-        f"exchanges of {connections} clients: {_by_kind(load.verdicts)}",
+        f"kills: {by_kind(done.victims)}",
+        f"exchanges of {connections} clients: {by_kind(load.verdicts)}",
         *load.details[:20],
         *(f"left behind: {name}" for name in extra[:20]),
     ]
@@ -193,23 +192,3 @@ def footprint(pid: int) -> Footprint:
     files = {str(path.relative_to(folder)) for path in folder.rglob("*")}
     files |= {path.name for path in SHARED_MEMORY.glob("zccp-*")}
     return Footprint(frozenset(files), len(living), psutil.Process(pid).num_fds())
-
-
-def _held_after(served: Served, clock: Callable[[], float]) -> dict[str, float]:
-    """Segments and pages that are still held once everything had its time to come back."""
-    names = ("zccp_segments_used", "zccp_kv_pages_used")
-    deadline_s = clock() + QUIET_S
-    while True:
-        counts = served.metrics()
-        held = {name: counts[name] for name in names}
-        if not any(held.values()) or clock() > deadline_s:
-            return held
-        time.sleep(0.25)
-
-
-def _zero(name: str, value: float, unit: str) -> Result:
-    return Result(name, value, unit, 1, (value, value), 0, "==")
-
-
-def _by_kind(counts: Counter[str]) -> str:
-    return ", ".join(f"{kind} {count}" for kind, count in counts.most_common())

@@ -6,7 +6,6 @@ time on, fitted with a line. When the load has ended, pages, slots and segments 
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -18,6 +17,7 @@ from appliance.bench.report import Findings, Result
 from appliance.bench.runner import BenchContext, BenchError
 from appliance.bench.served import Served, build_store, serving
 from appliance.bench.statistics import slope
+from tests.bench.leftovers import by_kind, held_after, zero
 from tests.bench.soak_load import Load
 
 OPTIONS: Sequence[click.Parameter] = [
@@ -33,16 +33,9 @@ OPTIONS: Sequence[click.Parameter] = [
 ]
 
 SAMPLE_S = 5.0
-QUIET_S = 20.0
-"""How long what is held may take to come back after the load."""
 MIN_SAMPLES = 6
 _MIB = 1024 * 1024
-_HELD = {
-    "zccp_requests_running": "slots",
-    "zccp_requests_waiting": "waiting",
-    "zccp_kv_pages_used": "pages",
-    "zccp_segments_used": "segments",
-}
+_HELD = ("zccp_requests_running", "zccp_requests_waiting", "zccp_kv_pages_used", "zccp_segments_used")
 
 
 @dataclass(slots=True)
@@ -82,23 +75,23 @@ def run(
     with serving(context.config, overrides) as served:
         load = Load(served.url, served.model, seed)
         memory = asyncio.run(_loaded(context, served, load, minutes * 60, connections, clock))
-        held = _held_after(served, clock)
+        slots, waiting, pages, segments = held_after(served, _HELD, clock).values()
         counts = served.metrics()
     errors = load.unexpected
     results = [
-        _zero("unexpected_errors", sum(errors.values()), "errors"),
-        _zero("pages_leaked", held["pages"], "pages"),
-        _zero("segments_leaked", held["segments"], "segments"),
-        _zero("slots_leaked", held["slots"] + held["waiting"], "sequences"),
+        zero("unexpected_errors", sum(errors.values()), "errors"),
+        zero("pages_leaked", pages, "pages"),
+        zero("segments_leaked", segments, "segments"),
+        zero("slots_leaked", slots + waiting, "sequences"),
     ]
     notes = [
-        f"{sum(load.done.values())} requests in {minutes:g} minutes, {connections} connections: {_by_kind(load.done)}"
+        f"{sum(load.done.values())} requests in {minutes:g} minutes, {connections} connections: {by_kind(load.done)}"
     ]
     notes.append(
         f"preemptions {counts['zccp_preemptions_total']:g}, compilations {counts['zccp_compilations_total']:g}"
     )
     if errors:
-        notes.append(f"unexpected: {_by_kind(errors)}")
+        notes.append(f"unexpected: {by_kind(errors)}")
     slopes = memory.slopes(settle_minutes * 60)
     if slopes:
         values = list(slopes.values())
@@ -155,22 +148,3 @@ def _sample(memory: Memory, processes: Mapping[str, psutil.Process], passed_s: f
     memory.at_s.append(passed_s)
     for name, size in sizes.items():
         memory.rss[name].append(size)
-
-
-def _held_after(served: Served, clock: Callable[[], float]) -> dict[str, float]:
-    """What is still held once everything had its time to come back."""
-    deadline_s = clock() + QUIET_S
-    while True:
-        counts = served.metrics()
-        held = {short: counts[name] for name, short in _HELD.items()}
-        if not any(held.values()) or clock() > deadline_s:
-            return held
-        time.sleep(0.25)
-
-
-def _zero(name: str, value: float, unit: str) -> Result:
-    return Result(name, value, unit, 1, (value, value), 0, "==")
-
-
-def _by_kind(counts: Counter[str]) -> str:
-    return ", ".join(f"{kind} {count}" for kind, count in counts.most_common())
