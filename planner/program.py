@@ -197,14 +197,15 @@ def serving_devices(plan: Plan) -> Sequence[Device]:
             f"{len(devices)} of kind {devices[0].platform}: choose another target or start it where such devices are"
         )
     if wanted == "gpu":
+        needed = memory_plan(plan).total_bytes
         for device in devices[: plan.devices]:
-            _require_card(plan, device)
+            _require_card(plan, device, needed)
     return devices
 
 
-def _require_card(plan: Plan, device: Any) -> None:
-    """Check that a GPU runs the programs of a plan and has the memory that they take."""
-    card, needed = find_card(find_target(plan.target).card), memory_plan(plan).total_bytes
+def _require_card(plan: Plan, device: Any, needed: int) -> None:
+    """Check that a GPU runs the programs of a plan and has the bytes that they take."""
+    card = find_card(find_target(plan.target).card)
     wanted = "{}.{}".format(*card.compute_capability)
     if device.compute_capability != wanted:
         raise DevicesError(
