@@ -9,6 +9,7 @@ import ssl
 import subprocess
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -437,7 +438,8 @@ def test_a_body_whose_nginx_was_killed_is_swept() -> None:
         for pid in (master, *map(int, children)):
             os.kill(pid, 9)
         made.front.process.wait(20)
-        wait_for(lambda: client.recv(1) == b"")
+        with suppress(ConnectionResetError):  # what nginx had not read yet turns the end into a reset
+            assert client.recv(1) == b""
         proxy = made.front.config.proxy
         written = proxy.bodies.joinpath(*made.front.bodies()).stat().st_mtime
         assert sweep(proxy, written + STALE_S) == 0
