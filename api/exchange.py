@@ -137,9 +137,12 @@ class Exchange:
             self.tally.phases.append(RequestPhase(name, began_s - self._started_s, took_s))
 
     def was_in_engine(self, finished: Finished) -> None:
-        """Note how long the parts took that the engine knows of."""
+        """Note how long the parts took that the engine knows of; ids of a whole answer are heard of at its end."""
         began_s = (self.tally.submitted_s or self._started_s) - self._started_s
         prefill_s, decode_s = began_s + finished.queue_s, began_s + finished.queue_s + finished.prefill_s
+        heard_s = self.tally.first_token_s
+        if heard_s is not None and not self.tally.stream:
+            self.tally.first_token_s = min(heard_s, self._started_s + decode_s)
         self.tally.phases += (
             RequestPhase("queue", began_s, finished.queue_s),
             RequestPhase("prefill", prefill_s, finished.prefill_s),

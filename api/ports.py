@@ -42,6 +42,7 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     """One client request after decoding: prompt ids and how to continue them.
 
     ``deadline_s`` is a duration from submission, in seconds; None leaves it to the appliance's configuration.
+    ``whole``: nobody reads ids before a choice has ended, so they may all come then.
     """
 
     request_id: str
@@ -52,6 +53,7 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     num_choices: int = 1
     deadline_s: float | None = None
     traceparent: str | None = None
+    whole: bool = False
 
 
 class TokenLogprob(Struct, frozen=True):
@@ -90,6 +92,11 @@ class Finished(Struct, frozen=True):
 
 class Generation(Protocol):
     """A submitted request: iterate for its events; every choice ends with exactly one ``Finished``."""
+
+    @property
+    def unread(self) -> int:
+        """Ids of all choices that have been made and not been read; none of a choice that was given up."""
+        ...
 
     def __aiter__(self) -> AsyncIterator[Tokens | Finished]: ...
 

@@ -203,6 +203,7 @@ class Run:
         for index, generation in enumerate(self._generations):
             own = self._choices[index * self._per_prompt : (index + 1) * self._per_prompt]
             if not all(choice.finished for choice in own):
+                self._exchange.tally.completion_tokens += generation.unread
                 generation.cancel()
         tenant = self._exchange.tenant
         if tenant is not None and tenant.key_id and self._exchange.tally.completion_tokens:
@@ -225,8 +226,13 @@ class Run:
         return end
 
 
-async def start(services: Services, exchange: Exchange, ask: Ask, prompts: Sequence[Sequence[int]]) -> Run:
+async def start(
+    services: Services, exchange: Exchange, ask: Ask, prompts: Sequence[Sequence[int]], *, stream: bool
+) -> Run:
     """Submit a request. The run is closed with the exchange at the latest.
+
+    What nobody reads before its end is asked for as a whole, which saves a wake-up of this process for every id; a stop
+    string has to be looked for on the way.
 
     Raises:
         ContextLengthError: a prompt leaves no room for an answer.
@@ -265,6 +271,7 @@ async def start(services: Services, exchange: Exchange, ask: Ask, prompts: Seque
             ),
             num_choices=ask.num_choices,
             traceparent=exchange.trace.traceparent,
+            whole=not stream and not ask.stops,
         )
         generations.append(await _submit(services.generator, request))
     return run

@@ -64,6 +64,7 @@ class _Stream:
     peer: "_Peer | None"
     prompt_len: int
     record_bytes: int
+    whole: bool
     written: int = 0
     told: int = 0
     logprobs: bytearray = field(default_factory=bytearray)
@@ -177,8 +178,8 @@ class EngineGateway:
                 if emission.finish is not None:
                     self._forget(stream)
                 continue
-            self._write(stream, peer, emission)
-            touched[id(peer)] = peer
+            if self._write(stream, peer, emission):
+                touched[id(peer)] = peer
         for peer in touched.values():
             if peer.unsent_logprob_bytes > MAX_UNSENT_LOGPROB_BYTES:
                 self._drop(peer, f"{peer.unsent_logprob_bytes} bytes of log-probabilities unread")
@@ -312,10 +313,13 @@ class EngineGateway:
         top = message.sampling.top_logprobs
         for sequence in sequences:
             record_bytes = 0 if top < 0 else _PAIR.size * (1 + top)
-            self._streams[sequence.key] = _Stream(sequence.key, keys, peer, sequence.prompt_len, record_bytes)
+            self._streams[sequence.key] = _Stream(
+                sequence.key, keys, peer, sequence.prompt_len, record_bytes, whole=message.whole and not record_bytes
+            )
         self._inbox.append(Arrival(sequences=sequences))
 
-    def _write(self, stream: _Stream, peer: _Peer, emission: Emission) -> None:
+    def _write(self, stream: _Stream, peer: _Peer, emission: Emission) -> bool:
+        """Note an emission in the segment and for the worker; whether there is something to tell it."""
         if emission.ids:
             stream.written += len(emission.ids)
             self._segments.publish_completion(stream.key, stream.written)
@@ -326,6 +330,8 @@ class EngineGateway:
                     stream.logprobs += _PAIR.pack(token_id, logprob)
                     peer.unsent_logprob_bytes += _PAIR.size
         finished = emission.finish
+        if finished is None and stream.whole:
+            return False
         if finished is not None:
             stream.finish = Finish(
                 segment=stream.key,
@@ -340,6 +346,7 @@ class EngineGateway:
                 decode_s=finished.decode_s,
             )
         peer.unsent[stream.key] = stream
+        return True
 
     def _tell_status(self) -> None:
         self._told_status_s = self._clock()

@@ -227,6 +227,7 @@ class WorkerGateway:
             grammar_id=0,
             deadline_ns=self._clock_ns() + int(limit_s * 1e9) if limit_s > 0 else 0,
             traceparent=request.traceparent or "",
+            whole=request.whole,
         )
 
     def _cancel(self, choices: Sequence[ChoiceProgress]) -> None:

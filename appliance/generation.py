@@ -61,6 +61,13 @@ class ChoiceProgress:
         """Whether the end is known, delivered or not."""
         return self._finished is not None
 
+    def unread(self, segments: SegmentFile) -> int:
+        """Ids that the engine has published and nobody has taken, heard of or not; 0 once muted."""
+        if self._muted:
+            return 0
+        made = self._available if self._finished is not None else segments.completion_len(self.segment)
+        return max(made, self._available) - self._taken
+
     def advance(self, progress: Progress) -> None:
         """Note what the engine has published; nothing once muted or finished."""
         if self._muted or self._finished is not None:
@@ -149,6 +156,11 @@ class WorkerGeneration:
         self._wake = wake
         self._cancel = cancel
         self._cancelled: set[int] = set()
+
+    @property
+    def unread(self) -> int:
+        """Ids that the engine has published and nobody has taken; see ``api.ports.Generation``."""
+        return sum(choice.unread(self._segments) for choice in self.choices)
 
     def __aiter__(self) -> Self:
         return self

@@ -36,7 +36,7 @@ def chat_route(services: Services) -> HTTPRouteHandler:
             body_len,
             lambda: services.codec.encode_chat(messages, tenant=exchange.tenant_name),
         )
-        run = await start(services, exchange, ask, [prompt])
+        run = await start(services, exchange, ask, [prompt], stream=bool(request.stream))
         created = int(services.clock.now().timestamp())
         head = Head(fresh_id("chatcmpl-"), created, request.model, exchange.request_id)
         logprobs = bool(request.logprobs)

@@ -40,7 +40,7 @@ def completions_route(services: Services) -> HTTPRouteHandler:
         for index, prompt in enumerate(prompts):
             if not prompt:
                 raise BadRequestError(f"prompt[{index}] gives no token; send some text", param="prompt")
-        run = await start(services, exchange, ask, prompts)
+        run = await start(services, exchange, ask, prompts, stream=bool(request.stream))
         echoes = [
             _text(services.codec, prompt) if request.echo else "" for prompt in given for _ in range(ask.num_choices)
         ]

@@ -36,7 +36,7 @@ def messages_routes(services: Services) -> Sequence[HTTPRouteHandler]:
         services.require_model(request.model)
         ask = messages_ask(request, services.card.vocab)
         prompt = await _prompt(services, exchange, request, body_len, ready=True)
-        run = await start(services, exchange, ask, [prompt])
+        run = await start(services, exchange, ask, [prompt], stream=bool(request.stream))
         message_id = fresh_id("msg_")
         if request.stream:
             frames = MessageFrames(message_id, request.model, exchange.request_id, exchange.tally)

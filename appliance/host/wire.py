@@ -44,7 +44,8 @@ class Attach(Struct, frozen=True, tag=1, array_like=True):
 class Submit(Struct, frozen=True, tag=2, array_like=True):
     """Run one request: one segment a choice, each holding the whole prompt.
 
-    ``deadline_ns`` is on CLOCK_MONOTONIC, 0 = none. ``grammar_id`` 0 = none.
+    ``deadline_ns`` is on CLOCK_MONOTONIC, 0 = none. ``grammar_id`` 0 = none. ``whole``: the worker wants to hear of the
+    end only, unless log-probabilities come on the way.
     """
 
     segments: tuple[int, ...]
@@ -56,6 +57,7 @@ class Submit(Struct, frozen=True, tag=2, array_like=True):
     grammar_id: int
     deadline_ns: int
     traceparent: str
+    whole: bool = False
 
 
 class Cancel(Struct, frozen=True, tag=3, array_like=True):

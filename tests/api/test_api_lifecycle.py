@@ -1,12 +1,12 @@
 """Failures in mid-stream, clients that leave or do not read, silences: nothing runs on, nothing ends falsely."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 
-from api.ports import Finished, GenerationRequest
+from api.ports import Finished, GenerationRequest, Tenant
 from api.settings import ApiSettings
 from tests.support.api_rig import CHAT, MESSAGES, TEXT, Caller, Rig, chat, message, prompt, until
 from tests.support.scripted_engine import ScriptedEngine, Step, say, tokens
@@ -90,12 +90,14 @@ def test_a_failure_in_one_generation_of_a_batch_ends_it() -> None:
     assert engine.cancels == [[None], [None]]
 
 
-def left(rig: Rig, path: str, body: Any, when: Callable[[Rig], bool]) -> None:
+def left(
+    rig: Rig, path: str, body: Any, when: Callable[[Rig], bool], headers: Mapping[str, str | bytes] | None = None
+) -> None:
     """Start a request and let the client leave as soon as ``when`` holds; return once the app is done with it."""
 
     async def run() -> None:
         callers: list[Caller] = []
-        task = asyncio.ensure_future(rig.call("POST", path, body, callers=callers))
+        task = asyncio.ensure_future(rig.call("POST", path, body, headers, callers=callers))
         await until(lambda: when(rig))
         callers[0].leave()
         reply = await asyncio.wait_for(task, 1)
@@ -115,6 +117,31 @@ def test_bc092_a_client_that_leaves_cancels_once(path: str, body: Any, stream: b
     record = rig.observer.records[0]
     assert (record.status, record.finish_reason, record.error) == (499, "cancelled", "client left")
     assert record.completion_tokens == 2
+
+
+def test_ids_that_nobody_read_are_counted_for_a_client_that_leaves() -> None:
+    engine = ScriptedEngine(then(60.0))
+    rig = Rig(engine, keys={b"k": Tenant(name="t", key_id="k1", requests_per_minute=9, tokens_per_minute=900)})
+
+    def when(_: Rig) -> bool:
+        if not engine.generations or not engine.generations[0].emitted:
+            return False
+        engine.generations[0].unread = 7
+        return True
+
+    left(rig, CHAT, chat(), when, {"x-api-key": b"k"})
+    assert rig.observer.records[0].completion_tokens == 9
+    assert rig.quota.tokens["k1"] == rig.observer.records[0].prompt_tokens + 9
+
+
+@pytest.mark.parametrize(("path", "body"), ALL, ids=[path for path, _ in ALL])
+def test_only_an_answer_that_nobody_reads_on_the_way_is_asked_for_as_a_whole(path: str, body: Any) -> None:
+    engine = ScriptedEngine(say("done"))
+    rig = Rig(engine)
+    stop = {"stop_sequences" if path == MESSAGES else "stop": ["x"]}
+    for fields in ({}, {"stream": True}, stop):
+        rig.post(path, body(**fields))
+    assert [request.whole for request in engine.requests] == [True, False, False]
 
 
 def test_leaving_before_any_token_cancels_in_the_queue() -> None:

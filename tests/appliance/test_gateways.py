@@ -101,6 +101,40 @@ def test_choices_share_a_leader_and_have_their_own_seeds(tmp_path: Path) -> None
     run(body)
 
 
+def test_a_whole_answer_is_told_once_at_its_end(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with pair(tmp_path) as both:
+            generation = await both.together(both.worker.submit(request(1, 2, choices=2, whole=True)))
+            told = await both.together(both.worker.submit(request(3)))
+            first, second, other = both.engine.sequences
+            for token in (10, 11, 12):
+                both.engine.emit(first, (token,))
+            both.engine.emit(other, (5,))
+            assert await anext(told) == Tokens(0, (5,))  # on the same connection, after what was not told
+            assert [choice.take(both.segments) for choice in generation.choices] == [None, None]
+            assert generation.unread == 3
+            both.engine.emit(first, (13,), finish="length")
+            assert await anext(generation) == Tokens(0, (10, 11, 12, 13))
+            both.engine.emit(second, (20,))
+            generation.cancel(1)
+            assert generation.unread == 0
+            both.engine.emit(second, (), finish="cancelled")
+            assert [type(event) for event in await rest(generation)] == [Finished, Finished]
+
+    run(body)
+
+
+def test_log_probabilities_of_a_whole_answer_come_on_the_way(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with pair(tmp_path) as both:
+            generation = await both.together(both.worker.submit(request(1, whole=True, top_logprobs=0)))
+            (key,) = both.engine.sequences
+            both.engine.emit(key, (20,), (((20, -0.5),),))
+            assert await anext(generation) == Tokens(0, (20,), (TokenLogprob(20, -0.5),))
+
+    run(body)
+
+
 def test_without_a_seed_each_request_gets_a_fresh_one(tmp_path: Path) -> None:
     async def body() -> None:
         async with pair(tmp_path) as both:

@@ -77,11 +77,12 @@ async def pair(tmp_path: Path, *, count: int = 8, connect: bool = True, **settin
                 both.engine.gateway.close(flush_s=0.0)
 
 
-def request(*prompt: int, choices: int = 1, **sampling: object) -> GenerationRequest:
+def request(*prompt: int, choices: int = 1, whole: bool = False, **sampling: object) -> GenerationRequest:
     params = SamplingParams(**{"max_tokens": 100, "seed": 5, **sampling})  # type: ignore[arg-type]
     return GenerationRequest(
-        request_id="r1", model="m", tenant="t", prompt_ids=list(prompt), sampling=params, num_choices=choices
-    )
+        request_id="r1", model="m", tenant="t", prompt_ids=list(prompt), sampling=params, num_choices=choices,
+        whole=whole,
+    )  # fmt: skip
 
 
 async def rest(generation: object) -> list[Tokens | Finished]:

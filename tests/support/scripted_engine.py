@@ -120,6 +120,7 @@ class ScriptedGeneration:
         self.request = request
         self.cancels: list[int | None] = []
         self.emitted = 0
+        self.unread = 0
         self._steps = steps
         self._cached = {step.choice: step.cached_tokens for step in steps if isinstance(step, Finished)}
         self._on_end = on_end
