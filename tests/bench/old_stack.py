@@ -1,4 +1,4 @@
-"""old-stack: zccp beside nginx, Gunicorn, Flask and ``transformers``, under open-loop load on the same cores.
+"""old-stack: nginx and zccp beside nginx, Gunicorn, Flask and ``transformers``, under open-loop load on the same cores.
 
 Two arms. In the first both stacks run the model; in the second both run the same null model, so that what is left is
 the cost of the layer around it: a model whose forward pass costs nothing, so that each stack's own way from id to id

@@ -10,17 +10,22 @@ import shutil
 import string
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import psutil
 
 from appliance.bench.runner import BenchError, BenchUseError
 from appliance.bench.served import SERVE, end, free_port, scratch_folder, serving, wait_until_ready
 from appliance.config import ApplianceConfig
+from appliance.config_proxy import ProxyConfig
+from appliance.host.segments import SHARED_MEMORY
 from appliance.model.record import read_record
+from appliance.nginx import nginx_config
 
 HERE = Path(__file__).parent
 LOAD_S = 600.0
@@ -113,17 +118,42 @@ def old_stack(model: Path, workers: int, *, null: bool) -> Iterator[Stack]:
 
 @contextmanager
 def appliance(config: ApplianceConfig, workers: int, *, null: bool) -> Iterator[Stack]:
-    """Start the appliance, with programs that compute nothing where ``null``.
+    """Start the appliance behind an nginx of its own, with programs that compute nothing where ``null``.
+
+    nginx has no certificate here, since the other stack's has none.
 
     Raises:
+        BenchUseError: nginx is not installed.
         BenchError: it does not become ready.
     """
-    overrides: Mapping[str, Mapping[str, object]] = {
-        "server": {"workers": workers}, "shared_memory": {"segment_count": 256}
-    }  # fmt: skip
-    module = _NULL_APPLIANCE if null else SERVE
-    with serving(config, overrides, module=module) as served:
-        yield Stack("zccp", int(served.url.rpartition(":")[2]), (served.pid,))
+    nginx = find_nginx()
+    with scratch_folder() as folder, _in_memory() as bodies, ExitStack() as stack:
+        proxy = ProxyConfig(
+            directory=str(folder / "sockets"),
+            body_directory=str(bodies / "bodies"),
+            log_directory=str(folder),
+            port=free_port(),
+        )
+        overrides: Mapping[str, Mapping[str, object]] = {
+            "server": {"workers": workers},
+            "shared_memory": {"segment_count": 256},
+            "proxy": msgspec.to_builtins(proxy),
+        }
+        served = stack.enter_context(serving(config, overrides, module=_NULL_APPLIANCE if null else SERVE))
+        server = msgspec.structs.replace(config.server, workers=workers)
+        settings, log = folder / "nginx.conf", folder / "log"
+        settings.write_text(nginx_config(msgspec.structs.replace(config, server=server, proxy=proxy)))
+        options = ["-e", str(folder / "error.log"), "-g", f"daemon off; pid {folder}/pid;", "-c", str(settings)]
+        front = _started(stack, [nginx, *options], log, dict(os.environ), folder)  # noqa: TID251 - a part of the bench
+        wait_until_ready(front, f"http://127.0.0.1:{proxy.port}/health/ready", log)
+        yield Stack("zccp", proxy.port, (served.pid, front.pid))
+
+
+@contextmanager
+def _in_memory() -> Iterator[Path]:
+    """A folder in the memory of the host that goes with the block."""
+    with tempfile.TemporaryDirectory(prefix="zccp-bench-", dir=SHARED_MEMORY) as folder:
+        yield Path(folder)
 
 
 def _started(
