@@ -27,8 +27,8 @@ _SECRET_OF_URL = re.compile(r"//([^/@]*)@")
 
 MAX_CHOICES = 8
 """Most choices of one request, each of which needs a segment of one worker."""
-MIN_STEP_TIMEOUT_S = 1.0
-"""Least silence after which an engine may count as hung."""
+MIN_SILENCE_S = 1.0
+"""Least silence after which a process may count as hung."""
 
 
 class ConfigError(ValueError):
@@ -63,11 +63,12 @@ def host_problems(
     """
     problems: list[str] = []
     memory = config.shared_memory
-    wanted = memory.segment_count * memory.segment_size_kb * 1024
+    wanted = config.segment_bytes
     free = (free_bytes or _free_bytes)(SHARED_MEMORY)
     if wanted > free:
         problems.append(
-            f"shared_memory: {memory.segment_count} segments of {memory.segment_size_kb} KiB need {wanted >> 20} MiB"
+            f"shared_memory: {memory.segment_count} segments of {memory.segment_size_kb} KiB, and a spare share of"
+            f" {config.num_segments - memory.segment_count} for reloads, need {wanted >> 20} MiB"
             f" and {SHARED_MEMORY} has {free >> 20} MiB free; lower segment_count or enlarge the file system"
         )
     hosts = {"server.host": config.server.host} | ({"proxy.host": config.proxy.host} if config.proxy.directory else {})
@@ -233,13 +234,17 @@ def _prefill_chunk(config: "ApplianceConfig") -> str | None:
     return None
 
 
-def _step_timeout(config: "ApplianceConfig") -> str | None:
-    timeout_s = config.engine.step_timeout_s
-    if 0 < timeout_s < MIN_STEP_TIMEOUT_S:
-        return (
-            f"engine.step_timeout_s is {timeout_s:g}; it must be 0 or at least {MIN_STEP_TIMEOUT_S:g}, since a healthy"
-            " engine gives a sign of life about twice a second"
-        )
+def _timeouts(config: "ApplianceConfig") -> str | None:
+    given = {
+        "engine.step_timeout_s": config.engine.step_timeout_s,
+        "server.worker_timeout_s": config.server.worker_timeout_s,
+    }
+    for key, timeout_s in given.items():
+        if 0 < timeout_s < MIN_SILENCE_S:
+            return (
+                f"{key} is {timeout_s:g}; it must be 0 or at least {MIN_SILENCE_S:g}, since a healthy process gives a"
+                " sign of life about twice a second"
+            )
     return None
 
 
@@ -343,7 +348,7 @@ def _proxy(config: "ApplianceConfig") -> str | None:
 
 
 _RULES: tuple[Callable[["ApplianceConfig"], str | None], ...] = (
-    _host, _origins, _segment_size, _segments_per_worker, _page_size, _prefill_chunk, _step_timeout, _redis_url,
+    _host, _origins, _segment_size, _segments_per_worker, _page_size, _prefill_chunk, _timeouts, _redis_url,
     _mask_patterns, _reference, _aliases, _log_prompts, _paths, _collector, _proxy,
 )  # fmt: skip
 

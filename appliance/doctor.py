@@ -77,17 +77,15 @@ def _host(config: ApplianceConfig) -> Finding:
     problems = host_problems(config, keys_present=config.keys_file.exists())
     if problems:
         return Finding("host", "failed", problems[0], "; ".join(problems[1:]) or "see the message")
-    memory = config.shared_memory
-    size_mb = memory.segment_count * memory.segment_size_kb >> 10
-    return Finding("host", "ok", f"{memory.segment_count} segments, {size_mb} MiB of shared memory fit")
+    return Finding("host", "ok", f"{config.num_segments} segments, {config.segment_bytes >> 20} MiB of memory, fit")
 
 
 def _port(config: ApplianceConfig) -> Finding:
     from appliance.proxy_probe import is_live, local  # noqa: PLC0415 - reads httpx
-    from appliance.reservation import StartError, reserve_port  # noqa: PLC0415 - only here
+    from appliance.reservation import StartError, listen_at_port  # noqa: PLC0415 - only here
 
     try:
-        reserve_port(config.server.host, config.server.port).close()
+        listen_at_port(config.server.host, config.server.port).close()
     except StartError as error:
         url = f"http://{local(config.server.host)}:{config.server.port}"
         if getattr(error.__cause__, "errno", 0) == errno.EADDRINUSE and is_live(url):

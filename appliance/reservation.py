@@ -1,4 +1,4 @@
-"""What a run takes before its children start: the port, the run's directory, the segments.
+"""What a run takes before its children start: listening sockets, the run's directory, the segments.
 
 Owns how each is taken and what is said when it cannot be had. Whatever a dead run left behind is removed here. Keeps no
 state; never imports jax.
@@ -10,39 +10,64 @@ import shutil
 import socket
 from pathlib import Path
 
-from appliance.config import SharedMemoryConfig
+from appliance.config import ApplianceConfig
+from appliance.host.address import socket_address
 from appliance.host.segments import SegmentError, SegmentFile
+
+BACKLOG = 4096
+"""Connections that may wait for a worker; one more finds no place: at a Unix socket it fails at once."""
 
 
 class StartError(RuntimeError):
     """The appliance cannot start; the message names the cause and the remedy."""
 
 
-def reserve_port(host: str, port: int) -> socket.socket:
-    """Bind, without listening, the address that the workers will share; keeps everybody else off it.
+def listen_at_port(host: str, port: int) -> socket.socket:
+    """Listen at the address that all workers share. The main process keeps the socket and never accepts.
+
+    What is connected waits there for any worker, so that neither the end nor the replacement of one loses a connection
+    that it has not taken.
 
     Raises:
         StartError: the address is in use, not allowed or not this machine's.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            "127.0.0.1" if host == "localhost" else host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-            probe.listen(1)
-            if port == 0:
-                address = probe.getsockname()
-        reservation = socket.socket(family, kind | socket.SOCK_CLOEXEC, protocol)
-        reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        reservation.bind(address)
+        listener = socket.socket(family, kind | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(BACKLOG)
+        except OSError:
+            listener.close()
+            raise
     except OSError as error:
         raise StartError(
             f"cannot listen on {host} port {port}: {error.strerror or error};"
             " stop what uses it, or choose another with --port or server.port"
         ) from error
-    return reservation
+    return listener
+
+
+def listen_at_socket(path: Path) -> socket.socket:
+    """Listen at a Unix socket of mode 0600 for nginx; what a dead worker left there makes way.
+
+    Raises:
+        StartError: it cannot be made.
+    """
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+    try:
+        path.unlink(missing_ok=True)
+        with socket_address(path) as address:
+            listener.bind(address)
+        path.chmod(0o600)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise StartError(f"socket {path}: {error.strerror or error}; choose another proxy.directory") from error
+    return listener
 
 
 def make_run_directory(parent: Path, instance: str) -> tuple[Path, int]:
@@ -83,13 +108,13 @@ def _is_dead(directory: Path) -> bool:
     return True
 
 
-def make_segments(memory: SharedMemoryConfig, instance: str) -> SegmentFile:
+def make_segments(config: ApplianceConfig, instance: str) -> SegmentFile:
     """Make the segment file of this run.
 
     Raises:
         StartError: the memory cannot be had.
     """
     try:
-        return SegmentFile.create(instance, memory.segment_count, memory.segment_size_kb * 1024)
+        return SegmentFile.create(instance, config.num_segments, config.shared_memory.segment_size_kb * 1024)
     except SegmentError as error:
         raise StartError(str(error)) from error
