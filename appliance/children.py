@@ -42,7 +42,7 @@ class Child:
             command: how it is started; the path of its assignment is appended.
             environment: its environment.
             selector: hears of notices and of the end; the key's data is this object.
-            door: which of the workers' sockets for nginx it serves; passes on to the worker that replaces it.
+            door: whose listening sockets it serves; passes on to the worker that replaces it.
         """
         self.role: Role = role
         self.index = index

@@ -82,10 +82,10 @@ def _host(config: ApplianceConfig) -> Finding:
 
 def _port(config: ApplianceConfig) -> Finding:
     from appliance.proxy_probe import is_live, local  # noqa: PLC0415 - reads httpx
-    from appliance.reservation import StartError, listen_at_port  # noqa: PLC0415 - only here
+    from appliance.reservation import StartError, reserve_port  # noqa: PLC0415 - only here
 
     try:
-        listen_at_port(config.server.host, config.server.port).close()
+        reserve_port(config.server.host, config.server.port).close()
     except StartError as error:
         url = f"http://{local(config.server.host)}:{config.server.port}"
         if getattr(error.__cause__, "errno", 0) == errno.EADDRINUSE and is_live(url):

@@ -1,8 +1,7 @@
 """The HTTP server of one worker: an application at a port that all workers share, or at a socket for a proxy alone.
 
-Owns the choice of server and its settings; knows nothing of the application and opens no socket. The listening sockets
-are the main process's, which keeps them open: connections that no worker has taken yet survive the end of this one.
-Never imports jax.
+Owns the choice of server and its settings; knows nothing of the application and opens no socket of its own: where it
+listens is given to it (``appliance.reservation.Door``). Never imports jax.
 """
 
 import asyncio
@@ -15,6 +14,8 @@ from granian._granian import SocketHolder
 from granian.constants import HTTPModes, Interfaces
 from granian.http import HTTP1Settings
 from granian.server.embed import Server
+
+from appliance.reservation import BACKLOG
 
 LEAVE_LOGGING_ALONE: dict[str, Any] = {"incremental": True, "handlers": {}}
 """Keeps granian from setting up ``logging``, which would close every handler of the process and what they write to."""
@@ -72,7 +73,8 @@ class _Server(Server):
         """Take the socket in the place of opening one, which is all that this class changes."""
         self._ssp = None
         is_unix = self._listener.family == socket.AF_UNIX
-        self._shd = SocketHolder(self._listener.fileno(), is_unix, 0)  # pyright: ignore[reportCallIssue] - not in stubs
+        fd = self._listener.fileno()
+        self._shd = SocketHolder(fd, is_unix, BACKLOG)  # pyright: ignore[reportCallIssue] - not in its stubs
 
 
 def at_port(app: Any, listener: socket.socket, *, http2: bool, max_connections: int) -> HttpServer:

@@ -1,6 +1,6 @@
 """The start and the end of ``zccp serve``: what a run takes of the host, around the node that serves.
 
-Owns the order of taking and giving back: check the host, listen at the port, make the run's directory and the segments,
+Owns the order of taking and giving back: check the host, reserve the port, make the run's directory and the segments,
 run the node (``appliance.node``) until it ends, remove all of it. Never imports jax.
 """
 
@@ -19,7 +19,7 @@ from appliance.handoff import directories
 from appliance.host.numa import Placement, choose, keep_to, read_topology
 from appliance.host.segments import remove_stale
 from appliance.node import Commands, Node, Place
-from appliance.reservation import StartError, listen_at_port, make_run_directory, make_segments
+from appliance.reservation import StartError, make_run_directory, make_segments, reserve_port
 from planner.target import DEFAULT_TARGET, find_target
 
 __all__ = ["Commands", "StartError", "place_near_gpu", "serve"]
@@ -58,12 +58,12 @@ def serve(
     placement = place_near_gpu(config)
     keep_to(placement)
     _log.info("placement", placed=placement.evidence, faults=[fault for fault, _ in placement.faults])
-    with listen_at_port(config.server.host, config.server.port) as listener, directories(config.proxy):
+    with reserve_port(config.server.host, config.server.port) as reservation, directories(config.proxy):
         instance = f"{os.getpid()}-{secrets.token_hex(4)}"
         directory, lock = make_run_directory(config.run, instance)
         try:
             with make_segments(config, instance) as segments:
-                place = Place(directory, listener, model, segments.path)
+                place = Place(directory, reservation, model, segments.path)
                 return Node(
                     config, place, commands or Commands(), announce or _to_stderr, reread or (lambda: config)
                 ).run()

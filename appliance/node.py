@@ -1,6 +1,6 @@
 """The children of one run: the main process starts the engine and the workers, watches them, stops them in order.
 
-Owns the children, the sockets for nginx and what is known of them. Never imports jax, never serves a request itself: it
+Owns the children, their listening sockets and what is known of them. Never imports jax, never serves a request: it
 accepts no connection, it only keeps the listening sockets open while workers come and go.
 
 The order of a start: the engine and the workers; wait until every worker reports that the engine is ready; say so.
@@ -41,7 +41,7 @@ from appliance.host.card_errors import KernelLog, served_cards
 from appliance.host.process import age_s, notify
 from appliance.host.segments import remove_stale
 from appliance.reload import ReloadRefusedError, accept
-from appliance.reservation import StartError, listen_at_socket
+from appliance.reservation import Door, StartError
 from appliance.rollout import Rollout
 from appliance.supervision import Healing
 from appliance.telemetry import NodeMetrics, clear_metrics, configure_logging, count_as, forget_gauges
@@ -71,14 +71,14 @@ class Place:
     """What all children of a run share."""
 
     directory: Path
-    listener: socket.socket
+    reservation: socket.socket
     model: Path
     segments_file: Path
 
     @property
     def port(self) -> int:
         """The TCP port at which workers accept."""
-        return self.listener.getsockname()[1]
+        return self.reservation.getsockname()[1]
 
     @property
     def metrics(self) -> Path:
@@ -114,7 +114,7 @@ class Node:
         self._serving = False
         self._healing = Healing()
         self._epoch = 0
-        self._doors: dict[int, socket.socket] = {}
+        self._doors: dict[int, Door] = {}
         self._rollout: Rollout | None = None
         clear_metrics(place.metrics)
         share_counts(place.metrics)
@@ -154,17 +154,16 @@ class Node:
 
         Raises:
             OSError: the system gives no process, pipe or file.
-            StartError: the socket for nginx cannot be made.
+            StartError: its listening sockets cannot be had.
         """
-        port_fd = private_fd = -1
+        descriptors: tuple[int, ...] = ()
         if child is self._engine:
             self._epoch = max(self._epoch + 1, time.monotonic_ns())
         else:
-            port_fd = self._place.listener.fileno()
-            if self._config.proxy.directory:
-                if child.door not in self._doors:
-                    self._doors[child.door] = listen_at_socket(self._config.proxy.socket_of(child.door))
-                private_fd = self._doors[child.door].fileno()
+            if child.door not in self._doors:
+                private = self._config.proxy.socket_of(child.door) if self._config.proxy.directory else None
+                self._doors[child.door] = Door(self._place.reservation, private)
+            descriptors = self._doors[child.door].descriptors
 
         def assign(notify_fd: int) -> Assignment:
             return Assignment(
@@ -179,11 +178,10 @@ class Node:
                 metrics=str(self._place.metrics),
                 model=str(self._place.model),
                 config=self._config,
-                port_fd=port_fd,
-                private_fd=private_fd,
+                listeners=descriptors,
             )
 
-        child.start(assign, self._place.directory, [fd for fd in (port_fd, private_fd) if fd >= 0])
+        child.start(assign, self._place.directory, descriptors)
 
     # ------------------------------------------------------------------ while it runs
 
@@ -274,7 +272,7 @@ class Node:
             self._metrics.engine_ready.set(0)
             write_cause(self._place.socket, f"the engine ended and is started again: {how}")
         elif (door := self._doors.pop(child.door, None)) is not None:
-            door.close()  # so that nginx tries another worker at once
+            door.close()  # so that clients and nginx are sent to another worker at once
 
     def _give_up(self, child: Child, cause: str, now: float) -> None:
         if child.doom(cause, now):

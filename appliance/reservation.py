@@ -22,11 +22,42 @@ class StartError(RuntimeError):
     """The appliance cannot start; the message names the cause and the remedy."""
 
 
-def listen_at_port(host: str, port: int) -> socket.socket:
-    """Listen at the address that all workers share. The main process keeps the socket and never accepts.
+class Door:
+    """The listening sockets of one worker, which the next one in its place takes over with all that waits there.
 
-    What is connected waits there for any worker, so that neither the end nor the replacement of one loses a connection
-    that it has not taken.
+    The main process keeps them open. A socket that a worker opened itself would be closed with it, and the kernel would
+    reset every connection that the worker had not accepted yet.
+    """
+
+    __slots__ = ("_sockets",)
+
+    def __init__(self, reservation: socket.socket, private: Path | None) -> None:
+        """Listen at the reserved port and, with nginx in front, at the path of a Unix socket.
+
+        Raises:
+            StartError: one of them cannot be had.
+        """
+        self._sockets = [listen_at_port(reservation)]
+        if private is not None:
+            try:
+                self._sockets.append(listen_at_socket(private))
+            except StartError:
+                self.close()
+                raise
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """Of the socket at the port and, if there is one, of that for nginx."""
+        return tuple(made.fileno() for made in self._sockets)
+
+    def close(self) -> None:
+        """Close them; what waits there is reset, and whoever comes next is sent elsewhere at once."""
+        for made in self._sockets:
+            made.close()
+
+
+def reserve_port(host: str, port: int) -> socket.socket:
+    """Bind, without listening, the address that the workers will share; keeps everybody else off it.
 
     Raises:
         StartError: the address is in use, not allowed or not this machine's.
@@ -35,20 +66,49 @@ def listen_at_port(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(
             "127.0.0.1" if host == "localhost" else host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        listener = socket.socket(family, kind | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK, protocol)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            listener.listen(BACKLOG)
-        except OSError:
-            listener.close()
-            raise
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen(1)
+            if port == 0:
+                address = probe.getsockname()
+        return _bound(family, address)
     except OSError as error:
         raise StartError(
             f"cannot listen on {host} port {port}: {error.strerror or error};"
             " stop what uses it, or choose another with --port or server.port"
         ) from error
+
+
+def listen_at_port(reservation: socket.socket) -> socket.socket:
+    """Listen at a reserved address; the kernel spreads connections over all sockets that do.
+
+    Raises:
+        StartError: the system does not allow it.
+    """
+    address = reservation.getsockname()
+    try:
+        listener = _bound(reservation.family, address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        raise StartError(f"cannot listen at {address[0]} port {address[1]}: {error.strerror or error}") from error
     return listener
+
+
+def _bound(family: int, address: tuple[object, ...]) -> socket.socket:
+    """A socket at an address that others of this account may share.
+
+    Raises:
+        OSError: it cannot be had.
+    """
+    made = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        made.bind(address)
+    except OSError:
+        made.close()
+        raise
+    return made
 
 
 def listen_at_socket(path: Path) -> socket.socket:

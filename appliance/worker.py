@@ -202,12 +202,12 @@ def _servers(assignment: Assignment, app: Litestar, settings: ApiSettings) -> li
     """
     server, proxy = assignment.config.server, assignment.config.proxy
     share = max(1, server.max_connections // server.workers)
-    port = socket.socket(fileno=assignment.port_fd)
+    port, *private = (socket.socket(fileno=descriptor) for descriptor in assignment.listeners)
     servers = [at_port(app, port, http2=server.http2, max_connections=share)]
-    if assignment.private_fd >= 0:
-        private = HandedOver(app, BodyDirectory(proxy.bodies).take, settings)
+    for listener in private:
+        handed_over = HandedOver(app, BodyDirectory(proxy.bodies).take, settings)
         most = server.max_connections + PROXY_IDLE_CONNECTIONS
-        servers.append(at_socket(private, socket.socket(fileno=assignment.private_fd), max_connections=most))
+        servers.append(at_socket(handed_over, listener, max_connections=most))
     return servers
 
 

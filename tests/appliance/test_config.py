@@ -166,8 +166,8 @@ def test_more_memory_than_the_system_has_is_refused() -> None:
     config = made(shared_memory={"segment_count": 100, "segment_size_kb": 1024})
     (problem,) = host_problems(config, keys_present=False, free_bytes=lambda _: 50 << 20)
     assert problem.startswith(
-        "shared_memory: 100 segments of 1024 KiB, and a spare share of 100 for reloads, need 200 MiB and /dev/shm has 50"
-        " MiB free"
+        "shared_memory: 100 segments of 1024 KiB, and a spare share of 100 for reloads, need 200 MiB and /dev/shm has"
+        " 50 MiB free"
     )
     assert host_problems(config, keys_present=False, free_bytes=lambda _: 200 << 20) == []
 

@@ -5,7 +5,7 @@ import logging
 from pathlib import Path
 
 from appliance.http_server import at_port, at_socket
-from appliance.reservation import listen_at_port, listen_at_socket
+from appliance.reservation import listen_at_socket, reserve_port
 
 
 async def nothing(scope, receive, send):
@@ -25,7 +25,7 @@ def test_making_a_server_closes_no_handler_and_no_stream_of_others(tmp_path: Pat
     logger = logging.getLogger("zccp.test")
     logger.addHandler(handler)
     try:
-        with listen_at_port("127.0.0.1", 0) as port, listen_at_socket(tmp_path / "socket") as private:
+        with reserve_port("127.0.0.1", 0) as port, listen_at_socket(tmp_path / "socket") as private:
             at_port(nothing, port, http2=False, max_connections=8)
             at_socket(nothing, private, max_connections=8)
         logger.warning("still here")

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from appliance.host.process import ending
-from appliance.reservation import StartError, listen_at_port
+from appliance.reservation import StartError, reserve_port
 from tests.support.node import ask, expected, node, stream, text_of, wait_for
 
 
@@ -114,18 +114,18 @@ def test_a_taken_port_is_named_with_the_remedy(tmp_path: Path) -> None:
     assert "choose another with --port or server.port" in message
 
 
-def test_a_port_is_kept_from_others_and_free_afterwards() -> None:
-    listener = listen_at_port("127.0.0.1", 0)
-    port = listener.getsockname()[1]
-    with pytest.raises(StartError, match=f"port {port}"), listen_at_port("127.0.0.1", port):
+def test_a_reserved_port_is_kept_from_others_and_free_afterwards() -> None:
+    reservation = reserve_port("127.0.0.1", 0)
+    port = reservation.getsockname()[1]
+    with pytest.raises(StartError, match=f"port {port}"), reserve_port("127.0.0.1", port):
         pass
-    listener.close()
-    listen_at_port("127.0.0.1", port).close()
+    reservation.close()
+    reserve_port("127.0.0.1", port).close()
 
 
 def test_an_address_of_another_machine_is_named() -> None:
     with pytest.raises(StartError, match=r"cannot listen on 192\.0\.2\.1 port 0"):
-        listen_at_port("192.0.2.1", 0)
+        reserve_port("192.0.2.1", 0)
 
 
 def test_a_load_failure_ends_with_its_cause(tmp_path: Path) -> None:
