@@ -36,6 +36,7 @@ from api.ports import ModelCard, TextCodec
 from api.settings import ApiSettings, Clock
 from appliance.assignment import Assignment, Notice, read_assignment, send_notice, send_pulse
 from appliance.config import ApplianceConfig
+from appliance.config_rules import PROXY_IDLE_CONNECTIONS
 from appliance.gateway_worker import LinkSettings, WorkerGateway
 from appliance.handoff import BodyDirectory, HandoffDirectoryError
 from appliance.host.ledger import Ledger, LedgerError
@@ -51,8 +52,6 @@ from appliance.telemetry import Metrics, WorkerObserver, configure_logging, coun
 if TYPE_CHECKING:
     from appliance.tracing import TraceExporter
 
-PROXY_IDLE_CONNECTIONS = 1024
-"""Connections that nginx may keep without a request on them, beside those that ``server.max_connections`` allows."""
 LINGER_S = 5.0
 """Time in which a client is told over its open connection, at its next request, to open another one. A connection that
 rests for longer is closed, as any server may do; only a request sent in that very moment would meet the closed end."""

@@ -162,6 +162,23 @@ def test_empty_file_is_defaults(tmp_path: Path) -> None:
     assert load(file) == made()
 
 
+def test_more_connections_than_files_are_refused() -> None:
+    def problems(most: int, **sections: dict) -> list[str]:
+        return host_problems(
+            made(**sections), keys_present=False, free_bytes=lambda _: 1 << 40, most_files=lambda: most
+        )
+
+    assert problems(1152) == []
+    (problem,) = problems(1151)
+    assert problem.startswith(
+        "server.max_connections 1024 needs 1152 open files in a worker and the system allows 1151; raise the hard limit"
+    )
+    assert problems(640, server={"workers": 2}) == []
+    behind = {"proxy": {"directory": "/run/zccp/proxy"}}
+    assert problems(4224, **behind) == []
+    assert len(problems(4223, **behind)) == 1
+
+
 def test_more_memory_than_the_system_has_is_refused() -> None:
     config = made(shared_memory={"segment_count": 100, "segment_size_kb": 1024})
     (problem,) = host_problems(config, keys_present=False, free_bytes=lambda _: 50 << 20)
