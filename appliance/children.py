@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from appliance.assignment import Assignment, Notice, read_notices, write_assignment
-from appliance.host.process import DUMP_SIGNAL, RETIRE_SIGNAL, ending
+from appliance.host.process import DUMP_SIGNAL, RETIRE_SIGNAL, ending, resident_bytes
 from appliance.supervision import Backoff, Silence
 
 DUMP_S = 1.0
@@ -64,11 +64,18 @@ class Child:
         self._start_s: float | None = None
         self._kill_s: float | None = None
         self._doom = ""
+        self._weight = 0
 
     @property
     def is_alive(self) -> bool:
         """Whether there is a process, as far as is known."""
         return self._process is not None
+
+    def weigh(self) -> tuple[int, int]:
+        """Memory of the process now and when it was first weighed in its life; to be called once it is ready."""
+        now = resident_bytes(self._process.pid) if self._process is not None else 0
+        self._weight = self._weight or now
+        return now, self._weight
 
     @property
     def wake_s(self) -> float:
@@ -119,7 +126,7 @@ class Child:
         self.last, self.ready_since_s = Notice(state="starting"), None
         self._buffer.clear()
         self._silence, self._heard = Silence(), False
-        self._kill_s, self._doom = None, ""
+        self._kill_s, self._doom, self._weight = None, "", 0
         self._selector.register(self._pidfd, selectors.EVENT_READ, self)
         self._selector.register(self._notices, selectors.EVENT_READ, self)
 

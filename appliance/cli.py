@@ -164,7 +164,8 @@ def doctor(config_file: Path | None, as_json: bool) -> None:
     """Check this installation; exit 1 if something is wrong."""
     from dataclasses import asdict  # noqa: PLC0415
 
-    from appliance.doctor import examine, lines  # noqa: PLC0415
+    from appliance.doctor import examine  # noqa: PLC0415
+    from appliance.findings import lines  # noqa: PLC0415
 
     findings = examine(load_config(config_file))
     if as_json:

@@ -30,10 +30,10 @@ READ_BYTES = 64 * 1024
 class HttpServer:
     """Serves one ASGI application on the running loop until ``stop``."""
 
-    def __init__(self, server: Server, listener: socket.socket) -> None:
-        """Take a server that ``at_port`` or ``at_socket`` made, and the socket at which it accepts."""
+    def __init__(self, server: Server, descriptor: int) -> None:
+        """Take a server that ``at_port`` or ``at_socket`` made, and the descriptor at which it accepts."""
         self._server = server
-        self._listener = listener
+        self._descriptor = descriptor
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> "asyncio.Task[None]":
@@ -51,7 +51,7 @@ class HttpServer:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as quiet:
             quiet.bind("")
             quiet.listen(0)
-            os.dup2(quiet.fileno(), self._listener.fileno(), inheritable=False)
+            os.dup2(quiet.fileno(), self._descriptor, inheritable=False)
 
     async def stop(self, grace_s: float) -> bool:
         """Take no more connections and let running answers end; whether they all did within ``grace_s``."""
@@ -65,16 +65,14 @@ class HttpServer:
 class _Server(Server):
     """The server on a socket that listens already."""
 
-    def __init__(self, app: Any, listener: socket.socket, **settings: Any) -> None:
+    def __init__(self, app: Any, descriptor: int, *, is_unix: bool, **settings: Any) -> None:
         super().__init__(app, **settings)
-        self._listener = listener
+        self._holder = SocketHolder(descriptor, is_unix, BACKLOG)  # pyright: ignore[reportCallIssue] - not in its stubs
 
     def _init_shared_socket(self) -> None:
         """Take the socket in the place of opening one, which is all that this class changes."""
         self._ssp = None
-        is_unix = self._listener.family == socket.AF_UNIX
-        fd = self._listener.fileno()
-        self._shd = SocketHolder(fd, is_unix, BACKLOG)  # pyright: ignore[reportCallIssue] - not in its stubs
+        self._shd = self._holder
 
 
 def at_port(app: Any, listener: socket.socket, *, http2: bool, max_connections: int) -> HttpServer:
@@ -82,7 +80,7 @@ def at_port(app: Any, listener: socket.socket, *, http2: bool, max_connections: 
 
     Args:
         app: the ASGI application.
-        listener: a listening socket; the server keeps its descriptor.
+        listener: a listening socket; the server takes its descriptor over and closes it at its end.
         http2: also speak HTTP/2 without TLS.
         max_connections: connections of this worker; more wait in the kernel.
     """
@@ -101,7 +99,7 @@ def at_socket(app: Any, listener: socket.socket, *, max_connections: int) -> Htt
 
     Args:
         app: the ASGI application.
-        listener: a listening socket in a directory that nobody else may enter; the server keeps its descriptor.
+        listener: a listening socket in a directory that nobody else may enter; taken over as well.
         max_connections: connections, idle ones of the proxy included; more wait in the kernel.
     """
     return _server(
@@ -117,13 +115,15 @@ def at_socket(app: Any, listener: socket.socket, *, max_connections: int) -> Htt
 def _server(app: Any, listener: socket.socket, **settings: Any) -> HttpServer:
     """What all servers have in common."""
     logging.getLogger("_granian").setLevel(logging.ERROR)
+    is_unix, descriptor = listener.family == socket.AF_UNIX, listener.detach()
     server = _Server(
         app,
-        listener,
+        descriptor,
+        is_unix=is_unix,
         websockets=False,
         runtime_blocking_threads=1,
         log_enabled=False,
         log_dictconfig=LEAVE_LOGGING_ALONE,
         **settings,
     )
-    return HttpServer(server, listener)
+    return HttpServer(server, descriptor)

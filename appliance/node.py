@@ -199,6 +199,7 @@ class Node:
             if now >= next_sweep:
                 next_sweep = now + self._sweep_s
                 remove_stale()
+                self._weigh()
                 sweep(self._config.proxy, time.clock_gettime(time.CLOCK_REALTIME))
             if not self._ready and all(child.last.state == "ready" for child in self._workers):
                 self._say_ready()
@@ -280,6 +281,13 @@ class Node:
             if child is self._engine:
                 self._metrics.engine_ready.set(0)
 
+    def _weigh(self) -> None:
+        """Say how much memory the engine and the workers have, and had when they were ready."""
+        for name, children in (("engine", [self._engine]), ("workers", self._workers)):
+            weights = [child.weigh() for child in children if child.ready_since_s is not None]
+            self._metrics.resident.labels(name).set(sum(now for now, _ in weights))
+            self._metrics.resident_when_ready.labels(name).set(sum(first for _, first in weights))
+
     def _tell_change(self) -> None:
         """Tell the service manager and the metrics when requests begin or cease to be served."""
         ready = sum(child.is_alive and child.last.state == "ready" for child in self._workers)
@@ -289,6 +297,7 @@ class Node:
         if serving == self._serving:
             return
         self._serving = serving
+        self._weigh()
         if serving:
             write_cause(self._place.socket, "")
         notify(self._manager, f"STATUS=serving on port {self._place.port}" if serving else "STATUS=recovering")
@@ -296,6 +305,7 @@ class Node:
     def _say_ready(self) -> None:
         host, port = self._config.server.host, self._place.port
         self._ready = self._serving = True
+        self._weigh()
         shown = f"[{host}]" if ":" in host else host
         self._announce(f"zccp is ready at http://{shown}:{port}")
         notify(self._manager, "READY=1", f"STATUS=serving on port {port}")

@@ -159,9 +159,7 @@ async def _serve(assignment: Assignment, load_text: LoadText) -> int:
     servers = _servers(assignment, app, settings)
     gateway.start()
     serving = [server.start() for server in servers]
-    telling = asyncio.create_task(
-        _tell(gateway, assignment.notify_fd, lambda: metrics.segments_used.set(owned.count - gateway.free_segments))
-    )
+    telling = asyncio.create_task(_tell(gateway, assignment.notify_fd, owned.count, metrics))
     waiting = asyncio.create_task(stop.event.wait())
     await asyncio.wait({*serving, waiting}, return_when=asyncio.FIRST_COMPLETED)
     if not waiting.done():
@@ -210,11 +208,13 @@ def _servers(assignment: Assignment, app: Litestar, settings: ApiSettings) -> li
     return servers
 
 
-async def _tell(gateway: WorkerGateway, descriptor: int, count: Callable[[], None]) -> None:
+async def _tell(gateway: WorkerGateway, descriptor: int, segments: int, metrics: Metrics) -> None:
     """Tell the main process of each change of the engine's state and that the loop turns; count what is held here."""
-    told, pulse_s = "", 0.0
+    told, pulse_s, refused = "", 0.0, 0
     while True:
-        count()
+        metrics.segments_used.set(segments - gateway.free_segments)
+        metrics.segments_refused.inc(gateway.refused - refused)
+        refused = gateway.refused
         status = gateway.status()
         if status.state != told:
             told = status.state
