@@ -1,5 +1,6 @@
 """The known failures: each is provoked where that is possible, and told in one line with its cause and remedy."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -145,9 +146,8 @@ def test_streams_that_clients_reset_are_found_in_nginxs_log() -> None:
     with fronted(Rig(engine)) as made:
         urls = [made.front.url + CHAT] * 22
         command = ["curl", "--silent", "--parallel", "--http2", "--max-time", "2", "--cacert", made.front.certificate]
-        subprocess.run(
-            [*command, "--json", __import__("json").dumps(chat(stream=True)), *urls], check=False, timeout=60
-        )
+        command += ["--json", json.dumps(chat(stream=True)), *urls]
+        subprocess.run(command, check=False, timeout=60, capture_output=True)
         wait_for(lambda: made.front.log().count("HTTP/2.0") == 22)
         found = findings(made.front.config, Sight("http://x", why="not running"))["resets"]
         log = Path(made.front.config.proxy.log_directory) / "access.log"

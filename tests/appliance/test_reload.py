@@ -2,6 +2,10 @@
 
 import json
 import os
+import re
+import signal
+import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,7 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
+from appliance.config import build
+from appliance.config_reference import reference
+from appliance.reload import APPLIED, ReloadRefusedError, accept, merge
+from tests.support.front import Front, needs_nginx, write_certificate
+from tests.support.front_node import fronted_node
 from tests.support.http2_client import Http2Client
 from tests.support.node import ask, expected, node, stream, text_of, wait_for
 
@@ -126,6 +136,69 @@ def test_no_client_loses_an_answer_over_reloads(tmp_path: Path) -> None:
         assert running.end() == 0
 
 
+@needs_nginx
+def test_nobody_behind_nginx_loses_an_answer_over_reloads_of_both(tmp_path: Path) -> None:
+    with fronted_node(tmp_path, delay_ms=1, tls=True, drain_s=4) as (running, front):
+        load = load_through(front)
+        old = ssl.get_server_certificate(("127.0.0.1", front.port))
+        with load.running():
+            running.reload(server={"max_body_mb": 1})
+            wait_for(lambda: running.events("a worker takes over"))
+            write_certificate(front.folder)
+            front.process.send_signal(signal.SIGHUP)
+            wait_for(lambda: ssl.get_server_certificate(("127.0.0.1", front.port)) != old)
+            running.wait_reloaded(1)
+            done = dict(load.answers)
+            wait_for(lambda: all(load.answers[name] > done[name] for name in done))
+        assert load.errors == []
+        served = ssl.get_server_certificate(("127.0.0.1", front.port))
+        assert served.strip() == Path(front.certificate).read_text().strip()
+        (told,) = [line for line in running.lines() if line["event"].startswith("nginx's configuration changes too")]
+        assert told["level"] == "warning"
+        turns = [(line["worker"], line["instead_of"], line["door"]) for line in running.events("a worker takes over")]
+        assert turns == [("worker-2", "worker-0", 0), ("worker-0", "worker-1", 1)]
+        assert [line["answers_cut"] for line in running.events("worker ends")] == [False, False]
+        assert running.end() == 0
+        assert front.bodies() == []
+
+
+def load_through(front: Front) -> Load:
+    """Every kind of client that nginx has; which certificate it shows is looked at elsewhere."""
+    load, trust = Load(), ssl.create_default_context()
+    trust.check_hostname, trust.verify_mode = False, ssl.CERT_NONE
+    kept = httpx.Client(timeout=30, verify=trust)
+    load.clients.append(kept)
+    url = f"{front.url}/v1/completions"
+
+    def one(client: httpx.Client, prompt: str) -> tuple[object, object]:
+        reply = client.post(url, json={**BODY, "prompt": prompt})
+        return reply.json()["choices"][0]["text"], expected(prompt, 5)
+
+    def anew(turn: int) -> tuple[object, object]:
+        with httpx.Client(timeout=30, verify=trust) as client:
+            return one(client, f"anew {turn}")
+
+    def streamed(turn: int) -> tuple[object, object]:
+        prompt = f"stream {turn}"
+        body = {**BODY, "prompt": prompt, "max_tokens": 200, "stream": True}
+        with kept.stream("POST", url, json=body) as reply:
+            *pieces, last = [line[6:] for line in reply.iter_lines() if line.startswith("data: ")]
+        return (text_of(pieces), last), (expected(prompt, 200), "[DONE]")
+
+    def second(turn: int) -> tuple[object, object]:
+        prompt = f"second {turn}"
+        done = front.curl(
+            "/v1/completions", "--insecure", "--http2", data=json.dumps({**BODY, "prompt": prompt}).encode()
+        )
+        return json.loads(done.stdout)["choices"][0]["text"], expected(prompt, 5)
+
+    load.add("keep-alive", lambda turn: one(kept, f"kept {turn}"))
+    load.add("a connection a request", anew)
+    load.add("stream", streamed)
+    load.add("HTTP/2", second)
+    return load
+
+
 def test_a_stream_outlives_the_reload_of_its_worker_and_a_connection_is_told_to_go(tmp_path: Path) -> None:
     with node(tmp_path, delay_ms=20, server={"drain_s": 60}) as running, httpx.Client() as client:
         running.wait_ready()
@@ -142,6 +215,55 @@ def test_a_stream_outlives_the_reload_of_its_worker_and_a_connection_is_told_to_
         assert (text_of(seen[:-1]), seen[-1]) == (expected("abc", 400), "[DONE]")
         running.wait_reloaded(1)
         assert running.end() == 0
+
+
+def test_a_worker_that_gives_way_and_stops_is_killed_at_its_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        manager.settimeout(20)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        with node(tmp_path, server={"drain_s": 1}) as running:
+            running.wait_ready()
+            old = running.children()["worker-0"]
+            running.reload()
+            wait_for(lambda: running.events("another worker takes over"))
+            os.kill(old, signal.SIGSTOP)
+            running.wait_reloaded(1)
+            (late,) = running.events("a worker that gave way did not end in time and is killed")
+            assert late["child"] == "worker-0"
+            assert set(running.children()) == {"engine", "worker-1"}
+            assert ask(running.url, "abc", 5).json()["choices"][0]["text"] == expected("abc", 5)
+            heard: list[str] = []
+            while not (heard and heard[-1].startswith("RELOADING=1")):
+                heard.append(manager.recv(1000).decode())
+            assert re.fullmatch(r"RELOADING=1\nMONOTONIC_USEC=\d+\nSTATUS=reloading", heard[-1])
+            while not heard[-1].startswith("READY=1"):
+                heard.append(manager.recv(1000).decode())
+            assert running.end() == 0
+
+
+def test_every_setting_is_applied_or_waits() -> None:
+    assert {row.path for row in reference()} >= APPLIED
+    running = build({}, {})
+    fresh = build({"log": {"level": "debug"}, "engine": {"slots": 4}, "paths": {"home": "/elsewhere"}}, {})
+    change = merge(running, fresh)
+    assert (change.applied, change.waiting) == (("log.level",), ("engine.slots", "paths.home"))
+    assert change.config == build({"log": {"level": "debug"}}, {})  # the keys stay where the state is
+    own = merge(running, build({"auth": {"keys_file": "/elsewhere/keys.json"}}, {}))
+    assert (own.applied, own.config.keys_file) == (("auth.keys_file",), Path("/elsewhere/keys.json"))
+
+
+def test_what_would_break_a_rule_after_the_merge_is_refused() -> None:
+    running = build({}, {})
+    with pytest.raises(ReloadRefusedError, match="no such file"):
+        accept(running, lambda: (_ for _ in ()).throw(OSError("no such file")))
+    fresh = build({"auth": {"keys_file": "/elsewhere/keys.json"}}, {})
+    assert accept(running, lambda: fresh).applied == ("auth.keys_file",)
+    outside = build({"server": {"host": "10.0.0.1"}, "auth": {"allow_unauthenticated_non_loopback": True}}, {})
+    with pytest.raises(ReloadRefusedError, match="reachable from other machines and there is no API key"):
+        accept(outside, lambda: build({"server": {"host": "10.0.0.1"}}, {}))
 
 
 def test_what_is_wrong_or_needs_a_restart_changes_nothing(tmp_path: Path) -> None:
