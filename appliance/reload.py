@@ -11,7 +11,6 @@ import msgspec
 
 from appliance.config import ApplianceConfig
 from appliance.config_rules import host_problems, rule_problems
-from appliance.nginx import nginx_config
 
 APPLIED = frozenset(
     {
@@ -105,8 +104,15 @@ def merge(running: ApplianceConfig, fresh: ApplianceConfig) -> Change:
                 taken[key] = getattr(new, key)
         sections[section] = msgspec.structs.replace(old, **taken)
     config = msgspec.structs.replace(running, **sections)
-    changes_nginx = bool(running.proxy.directory) and nginx_config(config) != nginx_config(running)
-    return Change(config, tuple(applied), tuple(waiting), changes_nginx)
+    return Change(config, tuple(applied), tuple(waiting), _differs_for_nginx(running, config))
+
+
+def _differs_for_nginx(one: ApplianceConfig, other: ApplianceConfig) -> bool:
+    if not one.proxy.directory:
+        return False
+    from appliance.nginx import nginx_config  # noqa: PLC0415 - loads litestar, which the main process does not need
+
+    return nginx_config(one) != nginx_config(other)
 
 
 def _sections(one: ApplianceConfig, other: ApplianceConfig) -> Iterator[tuple[str, msgspec.Struct, msgspec.Struct]]:

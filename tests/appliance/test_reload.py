@@ -200,7 +200,8 @@ def load_through(front: Front) -> Load:
 
 
 def test_a_stream_outlives_the_reload_of_its_worker_and_a_connection_is_told_to_go(tmp_path: Path) -> None:
-    with node(tmp_path, delay_ms=20, server={"drain_s": 60}) as running, httpx.Client() as client:
+    patient = httpx.Limits(keepalive_expiry=60)
+    with node(tmp_path, delay_ms=20, server={"drain_s": 60}) as running, httpx.Client(limits=patient) as client:
         running.wait_ready()
         assert "connection" not in client.get(f"{running.url}/health/live").headers
         with stream(running.url, "abc", 400) as events:
@@ -247,7 +248,8 @@ def test_a_worker_that_gives_way_and_stops_is_killed_at_its_deadline(
 def test_every_setting_is_applied_or_waits() -> None:
     assert {row.path for row in reference()} >= APPLIED
     running = build({}, {})
-    fresh = build({"log": {"level": "debug"}, "engine": {"slots": 4}, "paths": {"home": "/elsewhere"}}, {})
+    elsewhere = {"home": "/elsewhere", "run": running.paths.run}
+    fresh = build({"log": {"level": "debug"}, "engine": {"slots": 4}, "paths": elsewhere}, {})
     change = merge(running, fresh)
     assert (change.applied, change.waiting) == (("log.level",), ("engine.slots", "paths.home"))
     assert change.config == build({"log": {"level": "debug"}}, {})  # the keys stay where the state is
