@@ -85,6 +85,8 @@ class WorkerGateway:
         self._awaited: dict[int, asyncio.Future[None]] = {}
         self._task: asyncio.Task[None] | None = None
         self._submitted = 0
+        self.refused = 0
+        """Requests that found no free segment."""
         self._draining = ""
 
     @property
@@ -162,6 +164,7 @@ class WorkerGateway:
         try:
             taken = self._allocator.take(request.num_choices)
         except SegmentsExhaustedError as error:
+            self.refused += 1
             raise OverloadedError(str(error), retry_after_s=1.0) from error
         generation = self._prepare(request, taken)
         first = taken[0]

@@ -168,6 +168,7 @@ class Metrics:
             registry=registry,
             multiprocess_mode="livesum",
         )
+        self.segments_refused = counter("zccp_segments_refused", "Requests that found no free segment.")
         self.prompt_tokens = counter("zccp_prompt_tokens", "Prompt ids computed.")
         self.generated_tokens = counter("zccp_generated_tokens", "Completion ids made.")
         self.preemptions = counter("zccp_preemptions", "Sequences that gave their pages back and waited again.")
@@ -211,6 +212,12 @@ class NodeMetrics:
             multiprocess_mode="livemostrecent",
         )
         self.engine_ready = Gauge(*_ENGINE_READY, registry=registry, multiprocess_mode="livemostrecent")
+
+        def memory(name: str, text: str) -> Gauge:
+            return Gauge(name, text, ("process",), registry=registry, multiprocess_mode="livemostrecent")
+
+        self.resident = memory("zccp_resident_bytes", "Memory of the engine and of the workers that serve.")
+        self.resident_when_ready = memory("zccp_resident_bytes_when_ready", "The same when each of them became ready.")
         for role in ("engine", "worker"):
             self.restarts.labels(role)
 

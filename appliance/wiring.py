@@ -11,7 +11,7 @@ import jax
 import structlog
 
 from appliance.assignment import Assignment
-from appliance.config import EngineConfig, training_environment
+from appliance.config import ApplianceConfig, EngineConfig, training_environment
 from appliance.engine import Engine
 from appliance.engine_metrics import EngineObserver
 from appliance.engine_ports import ProgramSet
@@ -54,6 +54,7 @@ def build_engine(
     config = assignment.config
     folder = Path(assignment.model)
     record = read_record(folder)
+    tell_of_context(record.context, config)
     plan, directory, key = programs_of(config, folder, record)
     announce("verifying the program store")
     store = open_store(directory, plan, key)
@@ -87,6 +88,16 @@ def build_engine(
     )
     jax.monitoring.register_event_duration_secs_listener(_count_compilations(observer))
     return engine, ModelLimits(vocab=vocab, context=plan.context, eos_ids=frozenset(record.eos_ids))
+
+
+def tell_of_context(model_context: int, config: ApplianceConfig) -> None:
+    """Say so where a model's context is not served whole although nobody asked for less."""
+    if config.engine.context is None and config.context_of(model_context) < model_context:
+        _log.warning(
+            "the model's context is longer than a segment and is served up to that; set engine.context to agree",
+            of_model=model_context,
+            served=config.context_of(model_context),
+        )
 
 
 def schedule_settings(plan: Plan, engine: EngineConfig) -> SchedulerSettings:

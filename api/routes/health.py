@@ -12,6 +12,7 @@ from litestar.types import ASGIApp, Scope
 from msgspec import Struct
 
 from api.answers import whole_answer
+from api.errors import without_folders
 from api.services import Services
 
 _RETRY = [("retry-after", "2")]
@@ -82,7 +83,7 @@ def _ready(services: Services) -> Ready:
     if services.settings.draining():
         return Ready("draining", "this process is shutting down")
     status = services.generator.status()
-    return Ready(status.state, status.reason)
+    return Ready(status.state, without_folders(status.reason))
 
 
 def _with_status(body: Ready | Summary) -> ASGIApp:

@@ -107,7 +107,7 @@ def run_engine(assignment: Assignment) -> int:
     signal.signal(signal.SIGTERM, lambda number, _frame: stops.append(number))
     configure_logging(assignment.config.log.level, assignment.name)
     device = jax.devices()[0]
-    count = assignment.config.shared_memory.segment_count
+    count = assignment.config.num_segments
     segments = SegmentFile.attach(Path(assignment.segments_file), count, assignment.stride_bytes)
     gateway = EngineGateway(Path(assignment.socket), segments, assignment.epoch)
     gateway.open(ModelLimits(vocab=VOCAB, context=SEGMENT_TOKENS, eos_ids=frozenset()))

@@ -162,11 +162,31 @@ def test_empty_file_is_defaults(tmp_path: Path) -> None:
     assert load(file) == made()
 
 
+def test_more_connections_than_files_are_refused() -> None:
+    def problems(most: int, **sections: dict) -> list[str]:
+        return host_problems(
+            made(**sections), keys_present=False, free_bytes=lambda _: 1 << 40, most_files=lambda: most
+        )
+
+    assert problems(1152) == []
+    (problem,) = problems(1151)
+    assert problem.startswith(
+        "server.max_connections 1024 needs 1152 open files in a worker and the system allows 1151; raise the hard limit"
+    )
+    assert problems(640, server={"workers": 2}) == []
+    behind = {"proxy": {"directory": "/run/zccp/proxy"}}
+    assert problems(4224, **behind) == []
+    assert len(problems(4223, **behind)) == 1
+
+
 def test_more_memory_than_the_system_has_is_refused() -> None:
     config = made(shared_memory={"segment_count": 100, "segment_size_kb": 1024})
     (problem,) = host_problems(config, keys_present=False, free_bytes=lambda _: 50 << 20)
-    assert problem.startswith("shared_memory: 100 segments of 1024 KiB need 100 MiB and /dev/shm has 50 MiB free")
-    assert host_problems(config, keys_present=False, free_bytes=lambda _: 100 << 20) == []
+    assert problem.startswith(
+        "shared_memory: 100 segments of 1024 KiB, and a spare share of 100 for reloads, need 200 MiB and /dev/shm has"
+        " 50 MiB free"
+    )
+    assert host_problems(config, keys_present=False, free_bytes=lambda _: 200 << 20) == []
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "example.org"])
