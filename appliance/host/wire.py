@@ -44,7 +44,8 @@ class Attach(Struct, frozen=True, tag=1, array_like=True):
 class Submit(Struct, frozen=True, tag=2, array_like=True):
     """Run one request: one segment a choice, each holding the whole prompt.
 
-    ``deadline_ns`` is on CLOCK_MONOTONIC, 0 = none. ``grammar_id`` 0 = none.
+    ``deadline_ns`` is on CLOCK_MONOTONIC, 0 = none. ``grammar_id`` 0 = none. ``precious``: the client asked that the
+    prompt be cached.
     """
 
     segments: tuple[int, ...]
@@ -56,6 +57,7 @@ class Submit(Struct, frozen=True, tag=2, array_like=True):
     grammar_id: int
     deadline_ns: int
     traceparent: str
+    precious: bool = False
 
 
 class Cancel(Struct, frozen=True, tag=3, array_like=True):
@@ -71,7 +73,10 @@ class Welcome(Struct, frozen=True, tag=16, array_like=True):
 
 
 class Status(Struct, frozen=True, tag=17, array_like=True):
-    """The engine's state. ``state``: starting | ready | draining; counts are sequences, pages of the pool."""
+    """The engine's state. ``state``: starting | ready | draining; counts are sequences, pages of the pool.
+
+    ``cached_pages`` are among the free ones; ``hit_rate`` is the share of prompt ids reused since the start, 0 to 1.
+    """
 
     epoch: int
     state: str
@@ -81,6 +86,8 @@ class Status(Struct, frozen=True, tag=17, array_like=True):
     waiting_tokens: int
     free_pages: int
     total_pages: int
+    cached_pages: int
+    hit_rate: float
     last_step_ns: int
 
 
@@ -122,7 +129,9 @@ class Advance(Struct, frozen=True, tag=20, array_like=True):
 class Finish(Struct, frozen=True, tag=21, array_like=True):
     """The last message about a segment; its owner may reuse it afterwards.
 
-    ``reason``: stop | length | cancelled | error. ``stop_token_id`` -1 when none. Times in seconds, on the engine.
+    ``reason``: stop | length | cancelled | error. ``stop_token_id`` -1 when none. ``cached_tokens`` and
+    ``created_tokens`` count ids of the prompt that were reused, and that others can reuse now. Times in seconds, on the
+    engine.
     """
 
     segment: int
@@ -132,6 +141,7 @@ class Finish(Struct, frozen=True, tag=21, array_like=True):
     error: str
     prompt_len: int
     cached_tokens: int
+    created_tokens: int
     queue_s: float
     prefill_s: float
     decode_s: float

@@ -13,9 +13,10 @@ from planner.architecture import ModelArchitecture
 from planner.build import compile_all
 from planner.decoder import QUERY_ENERGY
 from planner.formats import KvFormat, WeightForm
-from planner.kv import energy_shape
+from planner.kv import energy_shape, lead_of
 from planner.pages import PagePool
 from planner.plan import Plan, make_plan
+from planner.prefixes import PrefixSettings
 from planner.program import empty_state, serving_devices
 from planner.schedule import Scheduler, SchedulerSettings
 from planner.sequence import Sampling
@@ -77,7 +78,7 @@ def answers(plan: Plan, prompts: Sequence[Sequence[int]], new_tokens: int, seed:
         weights[QUERY_ENERGY] = place_energy(plan, energy, placement)
     programs = compile_all(plan, lambda *_: None, 2)
     pool = PagePool(plan.num_pages, plan.page_size, plan.context_devices, plan.shard_pages)
-    settings = SchedulerSettings(plan.prefill_budget, share_prompts=plan.kv_format not in BASE_BITS)
+    settings = SchedulerSettings(plan.prefill_budget, prefixes=PrefixSettings(lead=lead_of(plan.kv_format)))
     scheduler, gateway = Scheduler(plan.lattice, pool, settings), ListGateway()
     engine = Engine(weights, empty_state(programs), program_set(programs), scheduler, gateway, vocab=arch.vocab)
     sampling = Sampling(max_tokens=new_tokens, temperature=0.0, top_logprobs=20)
