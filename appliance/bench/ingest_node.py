@@ -98,9 +98,9 @@ def run_engine(assignment: Assignment) -> int:
     import jax  # noqa: PLC0415 - neither the node nor its worker may reach it
 
     from appliance.engine_ports import Arrival, EngineReport  # noqa: PLC0415
-    from planner.prefixes import ReuseCounts  # noqa: PLC0415
     from appliance.gateway_engine import EngineGateway  # noqa: PLC0415
     from appliance.submission import ModelLimits  # noqa: PLC0415
+    from planner.prefixes import ReuseCounts  # noqa: PLC0415
 
     die_with_parent(assignment.parent_pid)
     stops: list[int] = []
