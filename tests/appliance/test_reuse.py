@@ -50,13 +50,13 @@ def a_plan(kv_format: KvFormat, architecture: ModelArchitecture = MODEL) -> Plan
     return replace(plan, lattice=replace(plan.lattice, prefill_chunks=(16,)))
 
 
-@pytest.mark.parametrize(("kv_format", "count"), [(KvFormat.FLOAT32, 36), (KvFormat.INT8, 36), (KvFormat.BMQ4, 16)])
+@pytest.mark.parametrize(("kv_format", "count"), [(KvFormat.FLOAT32, 36), (KvFormat.INT8, 36), (KvFormat.BMQ4, 12)])
 def test_answers_are_those_of_an_engine_that_reuses_nothing(kv_format: KvFormat, count: int) -> None:
     plan = a_plan(kv_format)
     model, prompts = RandomModel(plan), mixed_prompts(plan.page_size, count)
     wanted = model.answers(prompts, 6, reuse=False)
     assert wanted.cached == [0] * len(prompts)
-    for every in (0, 3, 9):  # all at once, while others are computed, one after the other
+    for every in (0, 5):  # all at once, and while others are computed or just have been
         found = model.answers(prompts, 6, every=every)
         assert sum(cached > 0 for cached in found.cached) >= 3
         assert_same(found, wanted)
