@@ -43,6 +43,7 @@ class Tally:
     model: str = ""
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    created_tokens: int = 0
     completion_tokens: int = 0
     submitted_s: float | None = None
     first_token_s: float | None = None

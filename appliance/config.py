@@ -62,13 +62,23 @@ class GpuConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class CacheConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Reuse across requests. What is marked so is accepted and checked, and not yet active in this version."""
 
+    prefix_reuse: Annotated[
+        bool, _text("Let requests share the pages of prompts and answers that begin alike; false = nothing is reused.")
+    ] = True
+    share_prefixes: Annotated[
+        Literal["tenant", "all"], _text("Who shares them: the requests of one tenant, or all of the node.")
+    ] = "tenant"
+
     known_ids_mb: Annotated[
         float, _number(0, 4096, "Memory of a worker for ids of long texts, which are then not made again, MiB.")
     ] = 32.0
 
     redis_url: Annotated[str, _text("Redis of the fingerprint index; empty = none. Not yet active.")] = ""
     csf_minhash_hashes: Annotated[Literal[128, 256], _text("Hash values of a fingerprint. Not yet active.")] = 128
-    warmup_enabled: Annotated[bool, _text("Publish the start of a new prompt early. Not yet active.")] = False
+    warmup_enabled: Annotated[
+        bool,
+        _text("Compute the first tenth of a long new prompt before the rest."),
+    ] = False
     csf_mask_patterns: Annotated[
         tuple[str, ...], _text("Names of volatile fields, masked before hashing. Not yet active.")
     ] = ()

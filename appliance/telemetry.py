@@ -161,6 +161,8 @@ class Metrics:
         self.pages_used = gauge("zccp_kv_pages_used", "Pages of keys and values in use.")
         self.pages_total = gauge("zccp_kv_pages_total", "Pages of keys and values.")
         self.pages_ratio = gauge("zccp_kv_use_ratio", "Share of the pages in use, 0 to 1.")
+        self.pages_cached = gauge("zccp_kv_pages_cached", "Free pages that still hold a prefix.")
+        self.evictions = counter("zccp_kv_evictions", "Cached pages taken for something else.")
         self.ready = gauge(*_ENGINE_READY)
         self.segments_used = Gauge(
             "zccp_segments_used",
@@ -170,6 +172,8 @@ class Metrics:
         )
         self.segments_refused = counter("zccp_segments_refused", "Requests that found no free segment.")
         self.prompt_tokens = counter("zccp_prompt_tokens", "Prompt ids computed.")
+        self.reused_tokens = counter("zccp_prompt_tokens_reused", "Prompt ids found in pages.")
+        self.joins = counter("zccp_prefix_joins", "Waits for a prompt that another request was computing.")
         self.generated_tokens = counter("zccp_generated_tokens", "Completion ids made.")
         self.preemptions = counter("zccp_preemptions", "Sequences that gave their pages back and waited again.")
         self.compilations = counter("zccp_compilations", "Programs compiled after ready; 0 is right.")

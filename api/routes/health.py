@@ -32,7 +32,11 @@ class Ready(Struct):
 
 
 class Summary(Struct):
-    """Answer of ``/health``: counts of sequences and pages, seconds since the engine's last step."""
+    """Answer of ``/health``: counts of sequences and pages, seconds since the engine's last step.
+
+    ``cached_pages`` are free and still hold what a prompt may begin with; ``prefix_hit_rate`` is the share of prompt
+    ids that were reused since the engine's start.
+    """
 
     status: str
     reason: str
@@ -42,6 +46,8 @@ class Summary(Struct):
     waiting: int
     free_pages: int
     total_pages: int
+    cached_pages: int
+    prefix_hit_rate: float
     last_step_age_s: float
 
 
@@ -72,6 +78,8 @@ def health_routes(services: Services) -> Sequence[HTTPRouteHandler]:
                 engine.waiting,
                 engine.free_pages,
                 engine.total_pages,
+                engine.cached_pages,
+                round(engine.hit_rate, 4),
                 engine.last_step_age_s,
             )
         )

@@ -91,11 +91,12 @@ elif sys.argv[1] == "engine":
     from appliance.engine_metrics import EngineObserver
     from appliance.engine_ports import EngineReport
     from planner.buckets import Bucket, Phase
+    from planner.prefixes import ReuseCounts
     engine = EngineObserver(Metrics(CollectorRegistry()))
     engine.launched(Bucket(Phase.DECODE, 4, 1, 2), 3, 3)
     engine.launched(Bucket(Phase.PREFILL, 4, 16, 2), 1, 16)
     engine.stepped(0.001, 16, 3, 2)
-    engine.reported(EngineReport("ready", "", 3, 1, 20, 30, 40, 1.0))
+    engine.reported(EngineReport("ready", "", 3, 1, 20, 30, 40, 6, ReuseCounts(90, 30, 2, 5), 1.0))
     engine.compiled()
 else:
     observer = WorkerObserver(
