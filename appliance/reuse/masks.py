@@ -89,14 +89,14 @@ _SAMPLES = ("", "a B1, -\n")
 
 
 def _compiled(pattern: str) -> Callable[[bytes, bytes], bytes]:
+    if len(pattern) > MAX_PATTERN_CHARS:
+        raise MaskPatternError(
+            f"{pattern[:40]!r}... has {len(pattern)} characters; at most {MAX_PATTERN_CHARS} are taken"
+        )
     given = NAMED.get(pattern, pattern)
     if given is pattern and _NAME.fullmatch(pattern):
         raise MaskPatternError(
             f"{pattern!r} is no pattern with a name; those are {', '.join(NAMED)}; a plain word is written as (?:word)"
-        )
-    if len(given) > MAX_PATTERN_CHARS:
-        raise MaskPatternError(
-            f"{pattern[:40]!r}... has {len(pattern)} characters; at most {MAX_PATTERN_CHARS} are taken"
         )
     options = re2.Options()
     options.log_errors = False

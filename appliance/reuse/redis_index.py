@@ -70,8 +70,7 @@ def connect(url: str, timeout_s: float, *, cluster: bool = False) -> "Redis | Re
         "socket_connect_timeout": timeout_s,
         "retry": Retry(NoBackoff(), 0),
         "protocol": 2,
-        "lib_name": None,
-        "lib_version": None,
+        "driver_info": None,
     }
     if cluster:
         return RedisCluster.from_url(url, cluster_error_retry_attempts=0, require_full_coverage=False, **bounds)
