@@ -14,6 +14,7 @@ import msgspec
 import yaml
 from msgspec import Meta, Struct, field
 
+from appliance.config_cache import CacheConfig
 from appliance.config_proxy import ProxyConfig, with_absolute_paths
 from appliance.config_rules import ConfigError, rule_problems, shape_problems
 from appliance.host.segments import SEGMENT_TOKENS
@@ -55,21 +56,6 @@ class GpuConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Annotated[int, _number(256, 4_194_304, "Most memory of a GPU, MiB; empty = what its target has.")] | None
     ) = None
     paged_attention_page_size: Annotated[int, _number(64, 2048, "Page size in bytes of ids, 4 a token.")] | None = None
-
-
-class CacheConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Reuse across requests. What is marked so is accepted and checked, and not yet active in this version."""
-
-    known_ids_mb: Annotated[
-        float, _number(0, 4096, "Memory of a worker for ids of long texts, which are then not made again, MiB.")
-    ] = 32.0
-
-    redis_url: Annotated[str, _text("Redis of the fingerprint index; empty = none. Not yet active.")] = ""
-    csf_minhash_hashes: Annotated[Literal[128, 256], _text("Hash values of a fingerprint. Not yet active.")] = 128
-    warmup_enabled: Annotated[bool, _text("Publish the start of a new prompt early. Not yet active.")] = False
-    csf_mask_patterns: Annotated[
-        tuple[str, ...], _text("Names of volatile fields, masked before hashing. Not yet active.")
-    ] = ()
 
 
 class SharedMemoryConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -194,6 +194,19 @@ class Metrics:
         )  # fmt: skip
         self.duration = histogram("zccp_request_seconds", "Arrival to last byte.", _LATENCY_BUCKETS)
         self.cached_tokens = counter("zccp_cached_prompt_tokens", "Prompt ids whose keys and values were reused.")
+        self.fingerprints = counter("zccp_fingerprints", "Prompts by the result of their look-up.", ("result",))
+        self.fingerprint_bands = counter("zccp_fingerprint_bands", "Band keys that hits shared with their candidates.")
+        self.fingerprint_tokens = counter("zccp_fingerprint_tokens", "Prompt ids looked up, and shared.", ("kind",))
+        self.fingerprint_seconds = histogram("zccp_fingerprint_seconds", "Time of a fingerprint.", _STEP_BUCKETS)
+        self.index_calls = counter("zccp_index_calls", "Calls of the index in Redis.", ("operation", "outcome"))
+        self.index_seconds = Histogram(
+            "zccp_index_seconds", "Time of a call of the index in Redis.", ("operation",),
+            buckets=_STEP_BUCKETS, registry=registry,
+        )  # fmt: skip
+        self.index_down = Gauge(
+            "zccp_index_down", "Workers that leave the index in Redis alone after failures.",
+            registry=registry, multiprocess_mode="livesum",
+        )  # fmt: skip
 
 
 class NodeMetrics:

@@ -25,7 +25,7 @@ from prometheus_client import CollectorRegistry
 
 from api.app import ROUTES, create_app
 from api.body_file import HandedOver
-from api.ports import ModelCard, TextCodec
+from api.ports import ModelCard, RequestRecord, TextCodec
 from api.settings import ApiSettings, Clock
 from appliance.assignment import Assignment, Notice, read_assignment, send_notice
 from appliance.config import ApplianceConfig
@@ -42,6 +42,7 @@ from appliance.model.tokenizer import TokenizerError
 from appliance.telemetry import Metrics, WorkerObserver, configure_logging, count_as
 
 if TYPE_CHECKING:
+    from appliance.reuse.proposals import Proposals
     from appliance.tracing import TraceExporter
 
 PROXY_IDLE_CONNECTIONS = 1024
@@ -118,6 +119,7 @@ async def _serve(assignment: Assignment, load_text: LoadText) -> int:
     ledger = Ledger(config.home / "usage.bin")
     metrics = Metrics(CollectorRegistry())
     traces = _traces(config)
+    proposals = _proposals(assignment, codec, card, metrics)
     observer = WorkerObserver(
         metrics,
         ROUTES,
@@ -125,7 +127,7 @@ async def _serve(assignment: Assignment, load_text: LoadText) -> int:
         keys.tenants,
         Path(assignment.metrics),
         slow_request_s=config.telemetry.slow_request_s,
-        export=None if traces is None else traces.export,
+        export=_told(proposals, traces),
     )
     settings = ApiSettings(
         max_body_bytes=config.max_body_bytes,
@@ -135,7 +137,8 @@ async def _serve(assignment: Assignment, load_text: LoadText) -> int:
         cors_origins=config.server.cors_origins,
         draining=lambda: stop.signals > 0,
     )
-    app = create_app(gateway, codec, card, keys, ledger, observer, settings, Clock())
+    generator = gateway if proposals is None else proposals.over(gateway)
+    app = create_app(generator, codec, card, keys, ledger, observer, settings, Clock())
     servers = _servers(assignment, app, settings)
     gateway.start()
     serving = [server.start() for server in servers]
@@ -155,6 +158,8 @@ async def _serve(assignment: Assignment, load_text: LoadText) -> int:
     await gateway.close()
     segments.close()
     ledger.close()
+    if proposals is not None:
+        proposals.close()
     if traces is not None:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.to_thread(traces.close), TRACES_GRACE_S)
@@ -170,6 +175,28 @@ def _traces(config: ApplianceConfig) -> "TraceExporter | None":
     from appliance.tracing import to_collector  # noqa: PLC0415
 
     return to_collector(telemetry.otlp_endpoint, telemetry.trace_sample_ratio)
+
+
+def _proposals(assignment: Assignment, codec: TextCodec, card: ModelCard, metrics: Metrics) -> "Proposals | None":
+    """What looks for prompts alike, where that is on."""
+    cache = assignment.config.cache
+    if not cache.csf_enabled:
+        return None
+    from appliance.reuse.serving import model_identity, proposals_of  # noqa: PLC0415 - numpy, and only here in a worker
+
+    return proposals_of(cache, codec.token_bytes, model_identity(Path(assignment.model), card.name), metrics)
+
+
+def _told(proposals: "Proposals | None", traces: "TraceExporter | None") -> Callable[[RequestRecord], None]:
+    """Who hears of each request that has ended, beside the metrics and the log."""
+
+    def tell(record: RequestRecord) -> None:
+        if traces is not None:
+            traces.export(record, proposals.attributes(record.request_id) if proposals is not None else {})
+        if proposals is not None:
+            proposals.ended(record)
+
+    return tell
 
 
 def _servers(assignment: Assignment, app: Litestar, settings: ApiSettings) -> list[HttpServer]:

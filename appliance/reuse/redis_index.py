@@ -73,7 +73,7 @@ def connect(url: str, timeout_s: float, *, cluster: bool = False) -> "Redis | Re
         "driver_info": None,
     }
     if cluster:
-        return RedisCluster.from_url(url, cluster_error_retry_attempts=0, require_full_coverage=False, **bounds)
+        return RedisCluster.from_url(url, require_full_coverage=False, **bounds)
     return Redis.from_url(url, max_connections=2, **bounds)
 
 
@@ -174,7 +174,7 @@ class RedisIndex:
         return answers
 
     def _failed(self, error: Exception) -> None:
-        if self._link.failed(certain=isinstance(error, AuthenticationError | AuthorizationError)):
+        if self._link.failed(certain=isinstance(error, AskError | AuthenticationError | AuthorizationError)):
             self._observer.index_is_down(True)  # noqa: FBT003
             _log.warning("the fingerprint index does not answer; requests go on without it", cause=_cause(error))
 
