@@ -6,8 +6,8 @@ import pytest
 
 from appliance import config as configuration
 from appliance.config import ApplianceConfig, build, load
-from appliance.config_reference import reference, reference_markdown
 from appliance.config_cache import without_secrets
+from appliance.config_reference import reference, reference_markdown
 from appliance.config_rules import ConfigError, host_problems, is_loopback, plain
 
 
@@ -78,7 +78,7 @@ def test_documented_page_size_in_bytes_of_ids() -> None:
             r"cache.csf_mask_patterns\[1\]: '\(' is no regular expression that RE2 takes: missing \)",
         ),
         ({"cache": {"csf_mask_patterns": ["dates"]}}, "'dates' is no pattern with a name; those are patient_id"),
-        ({"cache": {"csf_mask_patterns": ["a"] * 33}}, "cache.csf_mask_patterns: there are 33 patterns; at most 32"),
+        ({"cache": {"csf_mask_patterns": ["a.b"] * 33}}, "cache.csf_mask_patterns: there are 33 patterns; at most 32"),
         ({"shared_memory": {"segment_size_kb": 1022}}, "segment_size_kb is 1022; it must be a multiple of 4"),
         ({"shared_memory": {"segment_size_kb": 512}}, "segment_size_kb is 512; .* at least 516"),
         (
@@ -216,11 +216,10 @@ def test_a_password_that_is_not_escaped_is_neither_taken_nor_shown(password: str
     url = f"redis://user:{password}@h:6379/0"
     assert "CANARY" not in without_secrets(url)
     try:
-        config = made(cache={"redis_url": url})
+        told = repr(plain(made(cache={"redis_url": url})))
     except ConfigError as error:
-        assert "CANARY" not in str(error)
-    else:
-        assert "CANARY" not in repr(plain(config))
+        told = str(error)
+    assert "CANARY" not in told
 
 
 @pytest.mark.parametrize(
