@@ -23,7 +23,6 @@ of Massive Datasets, section 3.4.
 """
 
 import hashlib
-import operator
 import re
 import sys
 import unicodedata
@@ -51,7 +50,7 @@ BANDS: Mapping[int, tuple[int, int]] = {128: (10, 12), 256: (12, 21)}
 """Rows a band and bands, for each number of hashes."""
 
 _HEAD_CHARS = 6400
-"""Characters in which ``LIGHT_TOKENS`` of most texts lie; more are read where they do not."""
+"""Characters in which ``LIGHT_TOKENS`` of most texts lie; all of ``TEXT_CHARS`` are taken where they do not."""
 _SEED = 1
 _BATCH = 256
 """Shingles that are permuted at a time: what arises fits into the processor's cache."""
@@ -91,30 +90,34 @@ class Fingerprinter:
         """
         self._hashes = hashes
         self._masks = masks or Masks()
-        self._blank = _minhash()(num_perm=hashes, seed=_SEED, hashfunc=operator.index, scheme="affine32")
+        self._blank = _minhash()(num_perm=hashes, seed=_SEED, hashfunc=_as_given, scheme="affine32")
 
     def of(self, text: str) -> Fingerprint | None:
         """The fingerprint of a text; None where it has fewer than ``SHINGLE`` tokens, which would all be alike."""
-        tokens = light_tokens(self._masks.apply(unicodedata.normalize("NFC", text[:TEXT_CHARS])))
+        tokens = self._tokens(text)
         if len(tokens) < SHINGLE:
             return None
         signature = self._blank.copy()
-        shingles = shingle_hashes(tokens).tolist()
+        shingles = shingle_hashes(tokens)
         for start in range(0, len(shingles), _BATCH):
-            signature.update_batch(shingles[start : start + _BATCH])
+            signature.update_batch((shingles[start : start + _BATCH],))
         values = signature.hashvalues.astype("<u4").tobytes()
         return Fingerprint(values, band_keys(values, self._hashes))
 
+    def _tokens(self, text: str) -> list[str]:
+        """The light tokens, from as little of the text as has them."""
+        for chars in (_HEAD_CHARS, TEXT_CHARS):
+            tokens = light_tokens(self._masks.apply(unicodedata.normalize("NFC", text[:chars])))
+            if len(tokens) > LIGHT_TOKENS or len(text) <= chars:
+                break
+        return tokens[:LIGHT_TOKENS]
+
 
 def light_tokens(text: str) -> list[str]:
-    """The first ``LIGHT_TOKENS`` light tokens of a text that is already masked."""
-    pattern = _WORDS if text.isascii() or not _IDEOGRAPH.search(text) else _WORDS_AND_IDEOGRAPHS
-    head = _HEAD_CHARS
-    while True:
-        tokens = pattern.findall(text[:head])
-        if len(tokens) > LIGHT_TOKENS or head >= len(text):
-            return tokens[:LIGHT_TOKENS]
-        head *= 2
+    """The light tokens of a text that is already masked."""
+    if text.isascii() or not _IDEOGRAPH.search(text):
+        return _WORDS.findall(text)
+    return _WORDS_AND_IDEOGRAPHS.findall(text)
 
 
 def shingle_hashes(tokens: Sequence[str]) -> "npt.NDArray[np.uint32]":
@@ -138,6 +141,11 @@ def band_keys(values: bytes, hashes: int) -> tuple[bytes, ...]:
         ).digest()
         for band in range(bands)
     )
+
+
+def _as_given(hashes: "npt.NDArray[np.uint32]") -> "npt.NDArray[np.uint32]":
+    """The hash function of a signature: its elements are hashed already, and a batch is one array of them."""
+    return hashes
 
 
 @cache
