@@ -15,6 +15,7 @@ import yaml
 from msgspec import Meta, Struct, field
 
 from appliance.config_cache import CacheConfig
+from appliance.config_fleet import FleetConfig
 from appliance.config_proxy import ProxyConfig, with_absolute_paths
 from appliance.config_rules import ConfigError, rule_problems, shape_problems
 from appliance.host.segments import SEGMENT_TOKENS
@@ -174,6 +175,7 @@ class ApplianceConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     server: ServerConfig = ServerConfig()
     proxy: ProxyConfig = ProxyConfig()
+    fleet: FleetConfig = FleetConfig()
     gpu: GpuConfig = GpuConfig()
     cache: CacheConfig = CacheConfig()
     shared_memory: SharedMemoryConfig = SharedMemoryConfig()

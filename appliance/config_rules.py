@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Struct, inspect
 
 from appliance.config_cache import cache_problem, without_secrets
+from appliance.config_fleet import fleet_problem
 from appliance.config_proxy import proxy_problem
 from appliance.host.segments import MIN_STRIDE_BYTES, SHARED_MEMORY
 
@@ -250,6 +251,10 @@ def _log_prompts(config: "ApplianceConfig") -> str | None:
     return None
 
 
+def _fleet(config: "ApplianceConfig") -> str | None:
+    return fleet_problem(config.fleet)
+
+
 def _cache(config: "ApplianceConfig") -> str | None:
     return cache_problem(config.cache)
 
@@ -331,7 +336,7 @@ def _proxy(config: "ApplianceConfig") -> str | None:
 
 _RULES: tuple[Callable[["ApplianceConfig"], str | None], ...] = (
     _host, _origins, _segment_size, _segments_per_worker, _page_size, _prefill_chunk, _step_timeout, _cache,
-    _reference, _aliases, _log_prompts, _paths, _collector, _proxy,
+    _reference, _aliases, _log_prompts, _paths, _collector, _proxy, _fleet,
 )  # fmt: skip
 
 
