@@ -41,6 +41,13 @@ class CacheConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             " email, timestamp, date, time, ip_address, hex_id, number) and regular expressions of RE2."
         ),
     ] = ()
+    volatile_headers: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="What is left out where a system prompt begins with it: names (anthropic_billing) and regular"
+            " expressions of RE2 that match no more than a line."
+        ),
+    ] = ()
     csf_entries: Annotated[
         int,
         Meta(ge=16, le=1_048_576, description="Entries of the index in a worker's memory; Redis has its own bound."),
@@ -77,18 +84,25 @@ def _problems(cache: CacheConfig) -> Iterator[str]:
     yield from _url_problems(cache)
     if cache.node_name != cache.node_name.strip() or not cache.node_name.isprintable():
         yield f"cache.node_name is {cache.node_name!r}; it must be printable text without space around it"
-    if cache.csf_mask_patterns:
-        from appliance.reuse.masks import MaskPatternError, Masks  # noqa: PLC0415 - only where there are patterns
+    if cache.csf_mask_patterns or cache.volatile_headers:
+        yield from _pattern_problems(cache)
 
-        for place, pattern in enumerate(cache.csf_mask_patterns):
+
+def _pattern_problems(cache: CacheConfig) -> Iterator[str]:
+    from appliance.reuse.masks import MAX_PATTERNS, NAMED, MaskPatternError, compiled  # noqa: PLC0415 - where there are any
+    from appliance.reuse.volatile import HEADERS  # noqa: PLC0415
+
+    for name, given, named in (
+        ("csf_mask_patterns", cache.csf_mask_patterns, NAMED),
+        ("volatile_headers", cache.volatile_headers, HEADERS),
+    ):
+        for place, pattern in enumerate(given):
             try:
-                Masks([pattern])
+                compiled(pattern, named)
             except MaskPatternError as error:
-                yield f"cache.csf_mask_patterns[{place}]: {error}"
-        try:
-            Masks(cache.csf_mask_patterns)
-        except MaskPatternError as error:
-            yield f"cache.csf_mask_patterns: {error}"
+                yield f"cache.{name}[{place}]: {error}"
+        if len(given) > MAX_PATTERNS:
+            yield f"cache.{name} has {len(given)} patterns; at most {MAX_PATTERNS} are taken"
 
 
 def _url_problems(cache: CacheConfig) -> Iterator[str]:

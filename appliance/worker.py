@@ -115,6 +115,8 @@ async def _serve(assignment: Assignment, load_text: LoadText) -> int:
         segments,
     )
     codec, card = load_text(assignment)
+    if config.cache.volatile_headers:
+        codec = _with_stable_head(codec, config.cache.volatile_headers)
     keys = FileKeyRing(config.keys_file)
     ledger = Ledger(config.home / "usage.bin")
     metrics = Metrics(CollectorRegistry())
@@ -175,6 +177,12 @@ def _traces(config: ApplianceConfig) -> "TraceExporter | None":
     from appliance.tracing import to_collector  # noqa: PLC0415
 
     return to_collector(telemetry.otlp_endpoint, telemetry.trace_sample_ratio)
+
+
+def _with_stable_head(codec: TextCodec, headers: tuple[str, ...]) -> TextCodec:
+    from appliance.reuse.volatile import StableHead  # noqa: PLC0415 - the pattern engine, only where it is used
+
+    return StableHead(codec, headers)
 
 
 def _proposals(assignment: Assignment, codec: TextCodec, card: ModelCard, metrics: Metrics) -> "Proposals | None":

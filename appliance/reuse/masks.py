@@ -9,7 +9,8 @@ Source: RE2's syntax, https://github.com/google/re2/wiki/Syntax. ``\d``, ``\w`` 
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import re2  # pyright: ignore[reportMissingTypeStubs]
 
@@ -72,7 +73,8 @@ class Masks:
         if len(patterns) > MAX_PATTERNS:
             raise MaskPatternError(f"there are {len(patterns)} patterns; at most {MAX_PATTERNS} are taken")
         own = [pattern for pattern in patterns if pattern not in NAMED]
-        self._patterns = tuple(map(_compiled, [*own, *(name for name in NAMED if name in patterns)]))
+        ordered = [*own, *(name for name in NAMED if name in patterns)]
+        self._patterns = tuple(compiled(pattern, NAMED) for pattern in ordered)
 
     def apply(self, text: str) -> str:
         """The text with everything that a pattern matches replaced by ``PLACEHOLDER``."""
@@ -80,7 +82,7 @@ class Masks:
             return text
         data = text.encode("utf-8", "replace")
         for pattern in self._patterns:
-            data = pattern(_REPLACEMENT, data)
+            data = pattern.sub(_REPLACEMENT, data)
         return data.decode("utf-8", "replace")
 
 
@@ -88,15 +90,40 @@ _REPLACEMENT = f" {PLACEHOLDER} ".encode()
 _SAMPLES = ("", "a B1, -\n")
 
 
-def _compiled(pattern: str) -> Callable[[bytes, bytes], bytes]:
+class Match(Protocol):
+    """A match, as far as it is used here."""
+
+    def end(self) -> int:
+        """Where it ends."""
+        ...
+
+
+class Pattern(Protocol):
+    """A compiled pattern, as far as it is used here."""
+
+    def sub(self, repl: bytes, text: bytes) -> bytes:
+        """The text with every match replaced."""
+        ...
+
+    def match(self, text: str) -> Match | None:
+        """Where the text begins with a match."""
+        ...
+
+
+def compiled(pattern: str, named: Mapping[str, str]) -> Pattern:
+    """A pattern of RE2; one that is a name in ``named`` is that one, upper and lower case alike.
+
+    Raises:
+        MaskPatternError: it cannot be used; the message names it and says why.
+    """
     if len(pattern) > MAX_PATTERN_CHARS:
         raise MaskPatternError(
             f"{pattern[:40]!r}... has {len(pattern)} characters; at most {MAX_PATTERN_CHARS} are taken"
         )
-    given = NAMED.get(pattern, pattern)
+    given = named.get(pattern, pattern)
     if given is pattern and _NAME.fullmatch(pattern):
         raise MaskPatternError(
-            f"{pattern!r} is no pattern with a name; those are {', '.join(NAMED)}; a plain word is written as (?:word)"
+            f"{pattern!r} is no pattern with a name; those are {', '.join(named)}; a plain word is written as (?:word)"
         )
     options = re2.Options()
     options.log_errors = False
@@ -110,7 +137,7 @@ def _compiled(pattern: str) -> Callable[[bytes, bytes], bytes]:
         raise MaskPatternError(f"{pattern!r} is no regular expression that RE2 takes: {_text(error)}") from None
     if matches_nothing:
         raise MaskPatternError(f"{pattern!r} matches the empty text; it must match at least one character")
-    return made.sub
+    return made
 
 
 def _text(error: Exception) -> str:

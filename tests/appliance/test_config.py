@@ -77,8 +77,16 @@ def test_documented_page_size_in_bytes_of_ids() -> None:
             {"cache": {"csf_mask_patterns": ["date", "("]}},
             r"cache.csf_mask_patterns\[1\]: '\(' is no regular expression that RE2 takes: missing \)",
         ),
+        (
+            {"cache": {"volatile_headers": ["billing"]}},
+            "'billing' is no pattern with a name; those are anthropic_billing",
+        ),
+        (
+            {"cache": {"volatile_headers": ["(?=x)y"]}},
+            r"cache.volatile_headers\[0\]: .* no regular expression that RE2",
+        ),
         ({"cache": {"csf_mask_patterns": ["dates"]}}, "'dates' is no pattern with a name; those are patient_id"),
-        ({"cache": {"csf_mask_patterns": ["a.b"] * 33}}, "cache.csf_mask_patterns: there are 33 patterns; at most 32"),
+        ({"cache": {"csf_mask_patterns": ["a.b"] * 33}}, "cache.csf_mask_patterns has 33 patterns; at most 32"),
         ({"shared_memory": {"segment_size_kb": 1022}}, "segment_size_kb is 1022; it must be a multiple of 4"),
         ({"shared_memory": {"segment_size_kb": 512}}, "segment_size_kb is 512; .* at least 516"),
         (
