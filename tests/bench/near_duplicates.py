@@ -44,7 +44,7 @@ class NearDuplicate:
 def documents() -> Mapping[str, str]:
     """The licence texts by their SPDX identifiers, deprecated ones and doubles left out, by name."""
     found: dict[str, str] = {}
-    for file in sorted((resources.files("spdx") / "data").iterdir(), key=lambda file: file.name):
+    for file in sorted((resources.files("spdx") / "data").iterdir(), key=lambda file: file.name.removesuffix(".txt")):
         name, dot, kind = file.name.rpartition(".")
         if not dot or kind != "txt" or name.startswith("deprecated_"):
             continue

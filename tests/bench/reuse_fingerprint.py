@@ -3,7 +3,8 @@
 Similar pairs are licence texts and edited copies of them, edited until J is just above a bound, which is where they are
 hardest to find; J is that of the sets that are fingerprinted. Unrelated pairs are parts of different licences with J at
 most ``STRANGE``; pairs above it, such as two wordings of one licence, are counted out. The cost is measured beside its
-floor in one run: SHA3-256 of every shingle and datasketch's MinHash of them, with no text to cut up; both in processor time.
+floor in one run: SHA3-256 of every shingle and datasketch's MinHash of them, with no text to cut up;
+both in processor time.
 """
 
 import hashlib

@@ -13,7 +13,7 @@ from tests.bench.near_duplicates import EDITS, MIN_WORDS, documents, edited, nea
 def test_documents_are_many_real_texts_without_doubles() -> None:
     texts = documents()
     assert len(texts) == 302
-    assert {"Apache-2.0", "MIT", "GPL-3.0", "MPL-2.0"} <= set(texts)
+    assert {"Apache-2.0", "MIT", "GPL-2.0", "MPL-2.0"} <= set(texts), sorted(texts)
     assert len(set(texts.values())) == len(texts)
     assert min(len(text.split()) for text in texts.values()) >= MIN_WORDS
 
@@ -32,7 +32,7 @@ def test_an_edit_changes_little_where_it_was_drawn(kind: str) -> None:
     for tenth in range(10):
         changed = EDITS[kind](text, tenth / 10, chance)
         first = next(place for place, (a, b) in enumerate(zip(text, changed, strict=False)) if a != b)
-        assert 0 <= first - tenth / 10 * len(text) < 200
+        assert -1 < first - tenth / 10 * len(text) < 200
         assert abs(len(changed) - len(text)) < 60
         assert changed.split()[-1] == text.split()[-1] or tenth == 9
 
@@ -46,8 +46,8 @@ def test_clauses_change_places_and_keep_their_words() -> None:
 
 def test_first_differences_are_spread_over_the_length() -> None:
     chance = random.Random(2)
-    text = documents()["GPL-3.0"]
-    places = [edited("GPL-3.0", text, chance, 1).first / len(text) for _ in range(200)]
+    text = documents()["EUPL-1.1"]
+    places = [edited("EUPL-1.1", text, chance, 1).first / len(text) for _ in range(200)]
     assert 0.42 < mean(places) < 0.58
     assert min(places) < 0.05
     assert max(places) > 0.95
@@ -71,5 +71,5 @@ def test_a_shared_band_is_what_an_index_would_find() -> None:
     maker = Fingerprinter()
     text = documents()["MIT"]
     assert bench.shares_a_band(maker.of(text), maker.of(text))
-    assert not bench.shares_a_band(maker.of(text), maker.of(documents()["GPL-3.0"]))
+    assert not bench.shares_a_band(maker.of(text), maker.of(documents()["EUPL-1.1"]))
     assert not bench.shares_a_band(maker.of("Hi"), maker.of("Hi"))
