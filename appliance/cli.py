@@ -360,19 +360,22 @@ def chat(as_json: bool, key_file: Any, **options: Any) -> None:
 @configured
 @click.option("--reference", is_flag=True, help="Show every key with its type, default and meaning instead.")
 @click.option("--nginx", is_flag=True, help="Print the configuration of the nginx in front instead.")
+@click.option("--nginx-fleet", is_flag=True, help="Print that of the nginx in front of the nodes of a fleet instead.")
 @click.option("--host", help="With --nginx: address that nginx listens on.")
 @click.option("--port", type=int, help="With --nginx: its TCP port.")
 @click.option("--certificate", help="With --nginx: PEM file of the certificate chain.")
 @click.option("--certificate-key", help="With --nginx: PEM file of its private key.")
 @verb
-def config(config_file: Path | None, reference: bool, nginx: bool, as_json: bool, **proxy: Any) -> None:
+def config(
+    config_file: Path | None, reference: bool, nginx: bool, nginx_fleet: bool, as_json: bool, **proxy: Any
+) -> None:
     """Check the configuration and show the values in force."""
-    if any(value is not None for value in proxy.values()) and not nginx:
+    if any(value is not None for value in proxy.values()) and not (nginx or nginx_fleet):
         raise Misuse("--host, --port, --certificate and --certificate-key need --nginx", as_json=as_json)
-    if nginx:
-        from appliance.nginx import nginx_config  # noqa: PLC0415
+    if nginx or nginx_fleet:
+        from appliance.nginx import fleet_config, nginx_config  # noqa: PLC0415
 
-        text = nginx_config(load_config(config_file, proxy=proxy))
+        text = (fleet_config if nginx_fleet else nginx_config)(load_config(config_file, proxy=proxy))
         click.echo(json.dumps({"nginx": text}) if as_json else text, nl=as_json)
         return
     if reference:

@@ -12,7 +12,9 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct, field
 
+from appliance.config_cache import CacheConfig
 from appliance.config_file import parse
+from appliance.config_fleet import FleetConfig
 from appliance.config_proxy import ProxyConfig, with_absolute_paths
 from appliance.config_rules import ConfigError, rule_problems, shape_problems
 from appliance.host.segments import SEGMENT_TOKENS
@@ -57,31 +59,6 @@ class GpuConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Annotated[int, _number(256, 4_194_304, "Most memory of a GPU, MiB; empty = what its target has.")] | None
     ) = None
     paged_attention_page_size: Annotated[int, _number(64, 2048, "Page size in bytes of ids, 4 a token.")] | None = None
-
-
-class CacheConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Reuse across requests. What is marked so is accepted and checked, and not yet active in this version."""
-
-    prefix_reuse: Annotated[
-        bool, _text("Let requests share the pages of prompts and answers that begin alike; false = nothing is reused.")
-    ] = True
-    share_prefixes: Annotated[
-        Literal["tenant", "all"], _text("Who shares them: the requests of one tenant, or all of the node.")
-    ] = "tenant"
-
-    known_ids_mb: Annotated[
-        float, _number(0, 4096, "Memory of a worker for ids of long texts, which are then not made again, MiB.")
-    ] = 32.0
-
-    redis_url: Annotated[str, _text("Redis of the fingerprint index; empty = none. Not yet active.")] = ""
-    csf_minhash_hashes: Annotated[Literal[128, 256], _text("Hash values of a fingerprint. Not yet active.")] = 128
-    warmup_enabled: Annotated[
-        bool,
-        _text("Compute the first tenth of a long new prompt before the rest."),
-    ] = False
-    csf_mask_patterns: Annotated[
-        tuple[str, ...], _text("Names of volatile fields, masked before hashing. Not yet active.")
-    ] = ()
 
 
 class SharedMemoryConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -200,6 +177,7 @@ class ApplianceConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     server: ServerConfig = ServerConfig()
     proxy: ProxyConfig = ProxyConfig()
+    fleet: FleetConfig = FleetConfig()
     gpu: GpuConfig = GpuConfig()
     cache: CacheConfig = CacheConfig()
     shared_memory: SharedMemoryConfig = SharedMemoryConfig()

@@ -17,6 +17,8 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Struct, inspect
 
+from appliance.config_cache import cache_problem, without_secrets
+from appliance.config_fleet import fleet_problem
 from appliance.config_proxy import proxy_problem
 from appliance.host.process import most_open_files
 from appliance.host.segments import MIN_STRIDE_BYTES, SHARED_MEMORY
@@ -277,22 +279,12 @@ def _log_prompts(config: "ApplianceConfig") -> str | None:
     return None
 
 
-def _redis_url(config: "ApplianceConfig") -> str | None:
-    url = config.cache.redis_url
-    try:
-        right = not url or urlsplit(url).scheme in ("redis", "rediss", "unix")
-    except ValueError:
-        right = False
-    return None if right else "cache.redis_url must begin with redis://, rediss:// or unix://"
+def _fleet(config: "ApplianceConfig") -> str | None:
+    return fleet_problem(config.fleet)
 
 
-def _mask_patterns(config: "ApplianceConfig") -> str | None:
-    for place, pattern in enumerate(config.cache.csf_mask_patterns):
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            return f"cache.csf_mask_patterns[{place}] is {pattern!r}, no regular expression: {error}"
-    return None
+def _cache(config: "ApplianceConfig") -> str | None:
+    return cache_problem(config.cache)
 
 
 def _host(config: "ApplianceConfig") -> str | None:
@@ -371,13 +363,13 @@ def _proxy(config: "ApplianceConfig") -> str | None:
 
 
 _RULES: tuple[Callable[["ApplianceConfig"], str | None], ...] = (
-    _host, _origins, _segment_size, _segments_per_worker, _page_size, _prefill_chunk, _timeouts, _redis_url,
-    _mask_patterns, _reference, _aliases, _log_prompts, _paths, _collector, _proxy,
+    _host, _origins, _segment_size, _segments_per_worker, _page_size, _prefill_chunk, _timeouts, _cache,
+    _reference, _aliases, _log_prompts, _paths, _collector, _proxy, _fleet,
 )  # fmt: skip
 
 
 def plain(config: "ApplianceConfig") -> dict[str, object]:
     """The configuration as plain data with the password of the Redis URL hidden."""
     data: dict[str, dict[str, object]] = msgspec.to_builtins(config)
-    data["cache"]["redis_url"] = _SECRET_OF_URL.sub("//***@", str(data["cache"]["redis_url"]))
+    data["cache"]["redis_url"] = without_secrets(config.cache.redis_url)
     return dict(data)

@@ -140,6 +140,36 @@ def _clean(value: object) -> object:
             return _SECRET.sub("[redacted]", str(value))
 
 
+class FingerprintMetrics:
+    """Metrics of fingerprints and of the index that they are looked up in."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        """Register under ``registry``."""
+        self.fingerprints = Counter(
+            "zccp_fingerprints", "Prompts by the result of their look-up.", ("result",), registry=registry
+        )
+        self.fingerprint_bands = Counter(
+            "zccp_fingerprint_bands", "Band keys that hits shared with their candidates.", registry=registry
+        )
+        self.fingerprint_tokens = Counter(
+            "zccp_fingerprint_tokens", "Prompt ids looked up, and shared.", ("kind",), registry=registry
+        )
+        self.fingerprint_seconds = Histogram(
+            "zccp_fingerprint_seconds", "Time of a fingerprint.", buckets=_STEP_BUCKETS, registry=registry
+        )
+        self.index_calls = Counter(
+            "zccp_index_calls", "Calls of the index in Redis.", ("operation", "outcome"), registry=registry
+        )
+        self.index_seconds = Histogram(
+            "zccp_index_seconds", "Time of a call of the index in Redis.", ("operation",),
+            buckets=_STEP_BUCKETS, registry=registry,
+        )  # fmt: skip
+        self.index_down = Gauge(
+            "zccp_index_down", "Workers that leave the index in Redis alone after failures.",
+            registry=registry, multiprocess_mode="livesum",
+        )  # fmt: skip
+
+
 class Metrics:
     """Every metric of the appliance; made once a process, after the environment names the shared folder."""
 
@@ -199,6 +229,7 @@ class Metrics:
         )  # fmt: skip
         self.duration = histogram("zccp_request_seconds", "Arrival to last byte.", _LATENCY_BUCKETS)
         self.cached_tokens = counter("zccp_cached_prompt_tokens", "Prompt ids whose keys and values were reused.")
+        self.of_fingerprints = FingerprintMetrics(registry)
 
 
 class NodeMetrics:

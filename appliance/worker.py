@@ -32,7 +32,7 @@ from prometheus_client import CollectorRegistry
 
 from api.app import ROUTES, create_app
 from api.body_file import HandedOver
-from api.ports import ModelCard, TextCodec
+from api.ports import ModelCard, RequestRecord, TextCodec
 from api.settings import ApiSettings, Clock
 from appliance.assignment import Assignment, Notice, read_assignment, send_notice, send_pulse
 from appliance.config import ApplianceConfig
@@ -50,6 +50,7 @@ from appliance.model.tokenizer import TokenizerError
 from appliance.telemetry import Metrics, WorkerObserver, configure_logging, count_as
 
 if TYPE_CHECKING:
+    from appliance.reuse.proposals import Proposals
     from appliance.tracing import TraceExporter
 
 LINGER_S = 5.0
@@ -114,12 +115,17 @@ def run(assignment: Assignment, load_text: LoadText) -> int:
             return 1
 
 
-async def _serve(assignment: Assignment, load_text: LoadText) -> int:
-    config = assignment.config
-    stop = _Stop(asyncio.Event())
-    loop = asyncio.get_running_loop()
+def _listening_stop() -> _Stop:
+    """What the signals of this process set, on the running loop."""
+    stop, loop = _Stop(asyncio.Event()), asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stop.signalled)
     loop.add_signal_handler(RETIRE_SIGNAL, stop.retired)
+    return stop
+
+
+async def _serve(assignment: Assignment, load_text: LoadText) -> int:
+    config = assignment.config
+    stop = _listening_stop()
     owned = share(config.num_segments, config.server.workers + 1, assignment.index)
     segments = SegmentFile.attach(Path(assignment.segments_file), config.num_segments, assignment.stride_bytes)
     gateway = WorkerGateway(
@@ -133,10 +139,12 @@ async def _serve(assignment: Assignment, load_text: LoadText) -> int:
         segments,
     )
     codec, card = load_text(assignment)
+    codec = _with_stable_head(codec, config.cache.volatile_headers)
     keys = FileKeyRing(config.keys_file)
     ledger = Ledger(config.home / "usage.bin")
     metrics = Metrics(CollectorRegistry())
     traces = _traces(config)
+    proposals = _proposals(assignment, codec, card, metrics)
     observer = WorkerObserver(
         metrics,
         ROUTES,
@@ -144,7 +152,7 @@ async def _serve(assignment: Assignment, load_text: LoadText) -> int:
         keys.tenants,
         Path(assignment.metrics),
         slow_request_s=config.telemetry.slow_request_s,
-        export=None if traces is None else traces.export,
+        export=_told(proposals, traces),
     )
     settings = ApiSettings(
         max_body_bytes=config.max_body_bytes,
@@ -155,7 +163,8 @@ async def _serve(assignment: Assignment, load_text: LoadText) -> int:
         draining=lambda: stop.signals > 0,
         leaving=lambda: stop.leaving,
     )
-    app = create_app(gateway, codec, card, keys, ledger, observer, settings, Clock())
+    generator = gateway if proposals is None else proposals.over(gateway)
+    app = create_app(generator, codec, card, keys, ledger, observer, settings, Clock())
     servers = _servers(assignment, app, settings)
     gateway.start()
     serving = [server.start() for server in servers]
@@ -174,6 +183,8 @@ async def _serve(assignment: Assignment, load_text: LoadText) -> int:
     await gateway.close()
     segments.close()
     ledger.close()
+    if proposals is not None:
+        proposals.close()
     if traces is not None:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.to_thread(traces.close), TRACES_GRACE_S)
@@ -189,6 +200,39 @@ def _traces(config: ApplianceConfig) -> "TraceExporter | None":
     from appliance.tracing import to_collector  # noqa: PLC0415
 
     return to_collector(telemetry.otlp_endpoint, telemetry.trace_sample_ratio)
+
+
+def _with_stable_head(codec: TextCodec, headers: tuple[str, ...]) -> TextCodec:
+    """The codec behind what leaves volatile headers out, where any are named."""
+    if not headers:
+        return codec
+    from appliance.reuse.volatile import StableHead  # noqa: PLC0415 - the pattern engine, only where it is used
+
+    return StableHead(codec, headers)
+
+
+def _proposals(assignment: Assignment, codec: TextCodec, card: ModelCard, metrics: Metrics) -> "Proposals | None":
+    """What looks for prompts alike, where that is on."""
+    cache = assignment.config.cache
+    if not cache.csf_enabled:
+        return None
+    from appliance.reuse.serving import model_identity, proposals_of  # noqa: PLC0415 - numpy, and only here in a worker
+
+    return proposals_of(
+        cache, codec.token_bytes, model_identity(Path(assignment.model), card.name), metrics.of_fingerprints
+    )
+
+
+def _told(proposals: "Proposals | None", traces: "TraceExporter | None") -> Callable[[RequestRecord], None]:
+    """Who hears of each request that has ended, beside the metrics and the log."""
+
+    def tell(record: RequestRecord) -> None:
+        if traces is not None:
+            traces.export(record, proposals.attributes(record.request_id) if proposals is not None else {})
+        if proposals is not None:
+            proposals.ended(record)
+
+    return tell
 
 
 def _servers(assignment: Assignment, app: Litestar, settings: ApiSettings) -> list[HttpServer]:

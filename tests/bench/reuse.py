@@ -1,7 +1,7 @@
 """reuse: how often near-duplicates find a prefix, what that saves, what it costs, and that answers stay the same.
 
 Owns the part about exact prefixes: ``hit_rate`` through the scheduler alone, the rest through the engine as it is
-served. Each part is a function from what all of them share to results and notes.
+served. Each is a function from what all of them share to results and notes. The other part is ``reuse_fingerprint``.
 """
 
 import gc
@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry
 from api.ports import ChatMessage
 from appliance.bench.inline_engine import KeepingGateway
 from appliance.bench.report import Findings, Result
-from appliance.bench.runner import BenchContext, BenchUseError
+from appliance.bench.runner import BenchContext
 from appliance.bench.served import build_store
 from appliance.config import ApplianceConfig
 from appliance.engine import Engine
@@ -34,15 +34,18 @@ from planner.pages import PagePool
 from planner.schedule import Scheduler
 from planner.sequence import Sampling
 from planner.sequence import Sequence as Stream
-from tests.bench.english import text_of
+from tests.bench import reuse_fingerprint
 from tests.bench.inline_engine import InlineEngine
 from tests.bench.near_duplicates import documents, edited
 from tests.bench.reuse_engine import Asked, BurstEngine, watched_prefixes
 
+PARTS = ("prefixes", "fingerprints")
+
 OPTIONS: Sequence[click.Parameter] = [
+    click.Option(["--part", "parts"], multiple=True, type=click.Choice(PARTS), help="Default: both."),
     click.Option(["--requests"], type=click.IntRange(8, 2000), default=500, show_default=True, help="Mixed requests."),
     click.Option(["--bursts"], type=click.IntRange(1, 50), default=5, show_default=True, help="Bursts of four."),
-    click.Option(["--text", "text_file"], type=click.Path(path_type=Path), help="Text that documents are cut from."),
+    click.Option(["--pairs"], type=click.IntRange(50), default=2000, show_default=True, help="Similar pairs a bound."),
 ]
 
 NUM_DOCUMENTS, VARIANTS, WORDS = 24, 10, 900
@@ -66,7 +69,6 @@ class _Bench:
     context: BenchContext
     folder: Path
     codec: Codec
-    text: str
 
     def ids(self, document: str, question: str = "Summarise this.") -> list[int]:
         """A conversation about a document."""
@@ -85,27 +87,39 @@ class _Bench:
         return engine
 
 
-def run(context: BenchContext, *, requests: int, bursts: int, text_file: Path | None) -> Findings:
+def run(context: BenchContext, *, parts: Sequence[str], requests: int, bursts: int, pairs: int) -> Findings:
     """Measure one part after the other.
 
     Raises:
         BenchError: the store cannot be built, or a request fails.
-        BenchUseError: the text is too short.
     """
-    build_store(context.config, {})
-    folder = ModelLibrary(context.config.home).ensure(context.config.model.reference)
-    text, source = text_of(text_file)
-    bench = _Bench(context, folder, Codec.load(folder), text)
     results: list[Result] = []
-    notes = [f"text: {source}; documents of {WORDS} words, up to {MOST_EDITS} edits anywhere in them"]
-    try:
-        parts = (hits(bench), warm(bench, bursts), equal(bench, requests))
-    except ValueError as error:
-        raise BenchUseError(str(error)) from error
-    for found, said in parts:
-        results += found
-        notes += said
-    return Findings(tuple(results), tuple(notes))
+    notes: list[str] = []
+    versions: dict[str, str] = {}
+    if not parts or "prefixes" in parts:
+        build_store(context.config, {})
+        folder = ModelLibrary(context.config.home).ensure(context.config.model.reference)
+        bench = _Bench(context, folder, Codec.load(folder))
+        notes.append(f"licence texts of the SPDX list, cut at {WORDS} words, with up to {MOST_EDITS} edits anywhere")
+        for found, said in (hits(bench), warm(bench, bursts), equal(bench, requests)):
+            results += found
+            notes += said
+    if not parts or "fingerprints" in parts:
+        fingerprints = reuse_fingerprint.measure(context, pairs)
+        results += fingerprints.results
+        notes += fingerprints.notes
+        versions = dict(fingerprints.versions)
+    return Findings(tuple(results), tuple(notes), versions)
+
+
+def _texts(count: int, words: int) -> list[str]:
+    """So many licence texts, each cut at so many words; the longer a licence, the later in the list."""
+    texts = [text.split() for text in documents().values()]
+    return [" ".join(text[:words]) for text in sorted((text for text in texts if len(text) >= words), key=len)[:count]]
+
+
+def _edited(text: str, source: random.Random, edits: int) -> str:
+    return edited("", text, source, edits).text
 
 
 def hits(bench: _Bench) -> Part:
@@ -115,8 +129,8 @@ def hits(bench: _Bench) -> Part:
     pool = PagePool(plan.num_pages, plan.page_size, plan.context_devices, plan.shard_pages)
     scheduler = Scheduler(plan.lattice, pool, schedule_settings(plan, config))
     header = bench.ids("")
-    texts = [(number, document) for number, document in enumerate(documents(bench.text, NUM_DOCUMENTS, WORDS))]
-    later = [(number, edited(text, source, source.randint(1, MOST_EDITS))) for number, text in texts * (VARIANTS - 1)]
+    texts = [(number, document) for number, document in enumerate(_texts(NUM_DOCUMENTS, WORDS))]
+    later = [(number, _edited(text, source, source.randint(1, MOST_EDITS))) for number, text in texts * (VARIANTS - 1)]
     later = [entry if source.random() >= REPEATED else source.choice(texts) for entry in later]
     source.shuffle(later)
     seen: set[str] = set()
@@ -158,9 +172,9 @@ def warm(bench: _Bench, bursts: int) -> Part:
     on, off = bench.engine(prefix_reuse=True), bench.engine(prefix_reuse=False)
     firsts: dict[bool, list[float]] = {True: [], False: []}
     twice = total = 0
-    for number, document in enumerate(documents(bench.text, bursts, WORDS)):
+    for number, document in enumerate(_texts(bursts, WORDS)):
         bench.context.progress("bursts of near-duplicates", number, bursts)
-        prompts = [bench.ids(edited(document, source, 1)) for _ in range(BURST)]
+        prompts = [bench.ids(_edited(document, source, 1)) for _ in range(BURST)]
         for reuse, engine in ((True, on), (False, off)):
             asked = engine.ask(prompts, 1, APART_S)
             firsts[reuse] += asked.first_s[1:]
@@ -170,9 +184,7 @@ def warm(bench: _Bench, bursts: int) -> Part:
     drop = 1 - median(firsts[True]) / median(firsts[False])
     with watched_prefixes() as spent:
         before_s = on.steps_s
-        on.ask(
-            [[n, *bench.ids(text)] for n, text in enumerate(documents(bench.text, 2 * BURST, WORDS // 3))], NEW_TOKENS
-        )
+        on.ask([[n, *bench.ids(text)] for n, text in enumerate(_texts(2 * BURST, WORDS // 3))], NEW_TOKENS)
         cost = sum(spent) / (on.steps_s - before_s)
     gc.collect()
     with_ms, without_ms = (1e3 * median(firsts[reuse]) for reuse in (True, False))
@@ -234,12 +246,12 @@ def equal(bench: _Bench, requests: int) -> Part:
 
 def _mixed(bench: _Bench, count: int) -> list[list[int]]:
     source, prompts = random.Random(3), list[list[int]]()
-    texts = documents(bench.text, 12, WORDS // 3)
+    texts = _texts(12, WORDS // 3)
     while len(prompts) < count:
         document = source.choice(texts)
         kind = source.randrange(4)
         if kind == 0:
-            prompts.append(bench.ids(edited(document, source, source.randint(1, MOST_EDITS))))
+            prompts.append(bench.ids(_edited(document, source, source.randint(1, MOST_EDITS))))
         elif kind == 1:
             prompts.append(bench.ids(document, f"What is said about {source.choice(document.split())}?"))
         elif kind == 2 and prompts:

@@ -96,11 +96,16 @@ def proxy_sections(folder: Path, *, tls: bool = True) -> dict[str, object]:
 
 
 @contextmanager
-def nginx(config: ApplianceConfig, folder: Path, change: Callable[[str], str] = lambda text: text) -> Iterator[Front]:
+def nginx(
+    config: ApplianceConfig,
+    folder: Path,
+    change: Callable[[str], str] = lambda text: text,
+    printed: Callable[[ApplianceConfig], str] = nginx_config,
+) -> Iterator[Front]:
     """Run nginx; ``change`` edits what the appliance prints, for what cannot be configured in it."""
     assert NGINX is not None, "ZCCP_REQUIRE_NGINX is set and there is no nginx"
     file = folder / "nginx.conf"
-    file.write_text(change(nginx_config(config)))
+    file.write_text(change(printed(config)))
     options = ["-e", str(folder / "error.log"), "-g", f"daemon off; pid {folder}/pid;", "-c", str(file)]
     process = subprocess.Popen([NGINX, *options], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     scheme = "https" if config.proxy.certificate else "http"
