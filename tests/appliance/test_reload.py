@@ -62,7 +62,7 @@ class Load:
         for thread in self._threads:
             thread.start()
         try:
-            wait_for(lambda: len(self.answers) == len(self._threads))
+            wait_for(lambda: len(self.answers) == len(self._threads), 60.0)
             yield
         finally:
             self._ended.set()
