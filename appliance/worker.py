@@ -55,7 +55,8 @@ if TYPE_CHECKING:
 
 LINGER_S = 5.0
 """Time in which a client is told over its open connection, at its next request, to open another one. A connection that
-rests for longer is closed, as any server may do; only a request sent in that very moment would meet the closed end."""
+rests for longer is closed, as any server may do; only a request sent in that very moment would meet the closed end. Of
+a drain it takes at most half, so that what is running then has as long again."""
 PULSE_S = 0.5
 """Interval of the signs of life."""
 CLOSE_GRACE_S = 2.0
@@ -281,7 +282,7 @@ async def _give_way(servers: list[HttpServer], gateway: WorkerGateway, stop: _St
     deadline_s = time.monotonic() + drain_s
     stop.event.clear()
     ended = asyncio.create_task(stop.event.wait())
-    await asyncio.wait({ended}, timeout=min(LINGER_S, drain_s))
+    await asyncio.wait({ended}, timeout=min(LINGER_S, drain_s / 2))
     if not ended.done():
         left_s = max(0.0, deadline_s - time.monotonic())
         closing = asyncio.gather(*(server.stop(left_s) for server in servers))

@@ -62,7 +62,7 @@ class Load:
         for thread in self._threads:
             thread.start()
         try:
-            wait_for(lambda: len(self.answers) == len(self._threads))
+            wait_for(lambda: len(self.answers) == len(self._threads), 60.0)
             yield
         finally:
             self._ended.set()
@@ -115,7 +115,7 @@ def load_on(url: str) -> Load:
 
 
 def test_no_client_loses_an_answer_over_reloads(tmp_path: Path) -> None:
-    with node(tmp_path, delay_ms=1, server={"http2": True, "drain_s": 6}) as running:
+    with node(tmp_path, delay_ms=1, server={"http2": True, "drain_s": 60}) as running:
         running.wait_ready()
         load, engine = load_on(running.url), running.children()["engine"]
         with load.running():
@@ -138,7 +138,7 @@ def test_no_client_loses_an_answer_over_reloads(tmp_path: Path) -> None:
 
 @needs_nginx
 def test_nobody_behind_nginx_loses_an_answer_over_reloads_of_both(tmp_path: Path) -> None:
-    with fronted_node(tmp_path, delay_ms=1, tls=True, drain_s=4) as (running, front):
+    with fronted_node(tmp_path, delay_ms=1, tls=True, drain_s=60) as (running, front):
         load = load_through(front)
         old = ssl.get_server_certificate(("127.0.0.1", front.port))
         with load.running():

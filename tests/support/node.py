@@ -119,7 +119,7 @@ class Node:
 
     def wait_reloaded(self, times: int) -> None:
         """Wait until so many reloads are over."""
-        wait_for(lambda: len(self.events("reloaded")) == times, 30.0)
+        wait_for(lambda: len(self.events("reloaded")) == times, 90.0)
 
     def end(self, number: int = signal.SIGTERM, within_s: float = 20.0) -> int:
         self.process.send_signal(number)
