@@ -140,7 +140,7 @@ def test_masks_hide_what_varies() -> None:
 def test_near_duplicates_share_a_band_and_strangers_do_not(hashes: int, bound: float) -> None:
     maker, chance = Fingerprinter(hashes), random.Random(4)
     hits = pairs = 0
-    for seed in range(70):
+    for seed in range(50):
         words = prose(seed, 1024)
         edited = list(words)
         for place in chance.sample(range(1024), 27):
@@ -152,7 +152,7 @@ def test_near_duplicates_share_a_band_and_strangers_do_not(hashes: int, bound: f
         made = [maker.of(text) for text in (one, two)]
         hits += bool(set(made[0].keys) & set(made[1].keys))
         assert abs(made[0].similarity(made[1]) - 0.86) < 0.15
-    assert pairs >= 40
+    assert pairs >= 30
     assert hits / pairs >= bound
     strangers = [maker.of(" ".join(prose(seed))) for seed in range(200, 400)]
     assert len({key for one in strangers for key in one.keys}) == sum(len(one.keys) for one in strangers)
