@@ -134,13 +134,15 @@ def hits(bench: _Bench) -> Part:
             shares.append(cached / len(ids))
         seen.add(document)
     rate, count = found / len(later), len(later)
+    note = (
+        f"hits: {count} requests after the first of each of {NUM_DOCUMENTS} documents, {REPEATED:.0%} of them verbatim; "
+        f"the pool has {plan.num_pages * plan.page_size} positions"
+    )
     return [
         Result("hit_rate", rate, "share", count, (rate, rate), 0.89, ">="),
         Result("hit_rate_lru", exact / count, "share", count, (exact / count, exact / count), None, None),
         Result("mean_share_reused", sum(shares) / count, "share", count, (min(shares), max(shares)), None, None),
-    ], [
-        f"hits: {count} requests after the first of each of {NUM_DOCUMENTS} documents, {REPEATED:.0%} of them verbatim; the pool has {plan.num_pages * plan.page_size} positions"
-    ]
+    ], [note]
 
 
 def _scheduled(scheduler: Scheduler, key: int, ids: list[int]) -> int:
