@@ -135,7 +135,7 @@ def hits(bench: _Bench) -> Part:
         seen.add(document)
     rate, count = found / len(later), len(later)
     note = (
-        f"hits: {count} requests after the first of each of {NUM_DOCUMENTS} documents, {REPEATED:.0%} of them verbatim; "
+        f"hits: {count} requests after the first of {NUM_DOCUMENTS} documents each, {REPEATED:.0%} of them verbatim; "
         f"the pool has {plan.num_pages * plan.page_size} positions"
     )
     return [
