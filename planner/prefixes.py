@@ -188,10 +188,6 @@ class Prefixes:
             assert sequence in running, "only who runs promises"
             assert name in sequence.chain[sequence.kept : sequence.promised], "what is promised is still to come"
         assert set(self._waiting) <= set(self._promises), "whoever waits was promised something"
-        for sequence in running:
-            for index in range(sequence.kept if sequence.pages else 0):
-                found = self._pool.find(sequence.chain[index])
-                assert found is None or self._settings.reuse, "nothing is named"
 
     def _wanted(self, sequence: Sequence) -> Iterator[bytes]:
         """Names of the pages that a sequence may share: all but the one with its last id."""

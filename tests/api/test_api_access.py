@@ -305,6 +305,13 @@ def test_causes_reach_clients_without_the_folders_of_the_host() -> None:
     assert "'/v1/nowhere/at/all'" in asked
 
 
+def test_health_shows_what_is_cached_and_how_often_it_was_of_use() -> None:
+    engine = ScriptedEngine()
+    engine.state = EngineStatus(state="ready", free_pages=7, total_pages=9, cached_pages=4, hit_rate=2 / 3)
+    shown = Rig(engine).get("/health").json()
+    assert (shown["free_pages"], shown["cached_pages"], shown["prefix_hit_rate"]) == (7, 4, 0.6667)
+
+
 def test_bc180_draining_refuses_new_work() -> None:
     draining: list[bool] = []
     rig = Rig(settings=ApiSettings(draining=lambda: bool(draining)))

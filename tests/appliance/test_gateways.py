@@ -371,11 +371,14 @@ def test_the_engine_gives_a_sign_of_life_while_it_turns(tmp_path: Path) -> None:
 def test_status_carries_the_engines_counts(tmp_path: Path) -> None:
     async def body() -> None:
         async with pair(tmp_path) as both:
-            both.engine.report("ready", "", running=3, waiting=2, free_pages=4)
+            both.engine.report(
+                "ready", "", running=3, waiting=2, free_pages=4, cached_pages=3, prompt_tokens=8, reused_tokens=2
+            )
             both.clock.ns += 1_000_000_000
             await both.until(lambda: both.worker.status().running == 3)
             status = both.worker.status()
             assert (status.waiting, status.free_pages, status.total_pages) == (2, 4, 10)
+            assert (status.cached_pages, status.hit_rate) == (3, 0.25)
             assert status.last_step_age_s == 1.0
 
     run(body)

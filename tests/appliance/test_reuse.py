@@ -7,11 +7,15 @@ where prompts are cut. Chunks here are as short as they can be: every prompt is 
 import random
 from dataclasses import replace
 
+import msgspec
 import pytest
 
+from appliance.config import ApplianceConfig, CacheConfig
+from appliance.wiring import schedule_settings
 from planner.architecture import ModelArchitecture
 from planner.formats import KvFormat
 from planner.plan import Plan
+from planner.prefixes import PrefixSettings
 from tests.support.spread_engine import MODEL, Answer, RandomModel, plan_of
 
 TIE = 1e-3
@@ -66,3 +70,19 @@ def test_windows_only_mask_so_that_old_pages_serve() -> None:
     model = RandomModel(a_plan(KvFormat.INT8, WINDOWED))
     prompts = mixed_prompts(16, 12)
     assert_same(model.answers(prompts, 6, every=9), model.answers(prompts, 6, reuse=False))
+
+
+def test_what_is_shared_follows_the_configuration_the_plan_and_the_model() -> None:
+    plan, config = a_plan(KvFormat.FLOAT32), ApplianceConfig()
+
+    def found(cache: CacheConfig, *model: str, plan: Plan = plan) -> PrefixSettings:
+        return schedule_settings(plan, msgspec.structs.replace(config, cache=cache), model).prefixes
+
+    default = found(CacheConfig(), "a")
+    assert (default.reuse, default.all_tenants, default.lead, default.warm_up) == (True, False, 0, False)
+    other = found(CacheConfig(prefix_reuse=False, share_prefixes="all", warmup_enabled=True), "a")
+    assert (other.reuse, other.all_tenants, other.warm_up) == (False, True, True)
+    assert found(CacheConfig(), "b").identity != default.identity == other.identity
+    rounded = found(CacheConfig(), "a", plan=a_plan(KvFormat.BMQ4))
+    assert rounded.lead == 16
+    assert rounded.identity != default.identity

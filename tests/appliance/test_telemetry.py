@@ -138,6 +138,8 @@ def test_any_worker_answers_for_the_whole_node(tmp_path: Path) -> None:
     expected = {
         "zccp_requests_running": 3, "zccp_requests_waiting": 1, "zccp_kv_pages_used": 10, "zccp_kv_pages_total": 40,
         "zccp_kv_use_ratio": 0.25, "zccp_prompt_tokens_total": 16, "zccp_generated_tokens_total": 3,
+        "zccp_kv_pages_cached": 6, "zccp_kv_evictions_total": 5, "zccp_prompt_tokens_reused_total": 30,
+        "zccp_prefix_joins_total": 2,
         "zccp_preemptions_total": 2, "zccp_compilations_total": 1, 'zccp_steps_total{phase="decode"}': 1,
         'zccp_steps_total{phase="prefill"}': 1, 'zccp_step_rows_total{phase="decode"}': 3,
         "zccp_time_to_first_token_seconds_count": 2, "zccp_time_per_output_token_seconds_count": 2,
