@@ -19,6 +19,7 @@ import yaml
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from packaging.markers import Marker
 
 from tests.rollout.fleet import Host, run
 from tests.support.real_model import HOME, smollm2
@@ -36,6 +37,8 @@ PACKAGES = (
 ENGINE = {"slots": 4, "context": 1024, "kv_format": "int8", "kv_memory_mb": 64}
 PACKAGED = ("api", "appliance", "planner", "pallas_kernels", "pyproject.toml", "README.md", "LICENSE")
 NODE_NAME = "zccp.internal"
+HOST_PYTHON = {"python_version": "3.11", "python_full_version": "3.11.2"}
+"""Of ``SUITE``."""
 
 
 def sources() -> str:
@@ -66,15 +69,31 @@ def base() -> Path:
 
 
 def wheels() -> Path:
-    """Every wheel of the lock."""
-    lock = ROOT / "requirements.lock"
-    folder = KEPT / f"wheels-{_short(lock.read_text())}"
+    """Every wheel of the lock that the hosts' Python needs, which is older than this one's."""
+    lock = (ROOT / "requirements.lock").read_text()
+    folder = KEPT / f"wheels-{_short(lock + str(HOST_PYTHON))}"
     if not folder.exists():
         part = folder.with_suffix(".part")
-        options = ("--quiet", "--no-deps", "--only-binary", ":all:", "--require-hashes", "--requirement", str(lock))
-        run(sys.executable, "-m", "pip", "download", *options, "--dest", str(part), timeout_s=1800)
+        part.mkdir(parents=True, exist_ok=True)
+        (part / "requirements.lock").write_text(_for_hosts(lock))
+        options = ("--quiet", "--no-deps", "--only-binary", ":all:", "--require-hashes", "--dest", str(part))
+        run(sys.executable, "-m", "pip", "download", *options, "-r", str(part / "requirements.lock"), timeout_s=1800)
         part.rename(folder)
     return folder
+
+
+def _for_hosts(lock: str) -> str:
+    """The entries of a lock that hold on the hosts, without conditions, which pip would judge by its own Python."""
+    kept: list[str] = []
+    wanted = True
+    for line in lock.splitlines():
+        if line[:1].isalnum():
+            name, _, condition = line.removesuffix("\\").partition(" ; ")
+            wanted = not condition or Marker(condition).evaluate(HOST_PYTHON)
+            kept += [f"{name.strip()} \\"] * wanted
+        elif wanted:
+            kept.append(line)
+    return "\n".join(kept) + "\n"
 
 
 def wheel(version: str, folder: Path, change: Mapping[str, tuple[str, str]] | None = None) -> Path:
