@@ -19,7 +19,6 @@ import yaml
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from packaging.markers import Marker
 
 from tests.rollout.fleet import Host, run
 from tests.support.real_model import HOME, smollm2
@@ -37,8 +36,6 @@ PACKAGES = (
 ENGINE = {"slots": 4, "context": 1024, "kv_format": "int8", "kv_memory_mb": 64}
 PACKAGED = ("api", "appliance", "planner", "pallas_kernels", "pyproject.toml", "README.md", "LICENSE")
 NODE_NAME = "zccp.internal"
-HOST_PYTHON = {"python_version": "3.11", "python_full_version": "3.11.2"}
-"""Of ``SUITE``."""
 
 
 def sources() -> str:
@@ -70,30 +67,13 @@ def base() -> Path:
 
 def wheels() -> Path:
     """Every wheel of the lock that the hosts' Python needs, which is older than this one's."""
-    lock = (ROOT / "requirements.lock").read_text()
-    folder = KEPT / f"wheels-{_short(lock + str(HOST_PYTHON))}"
+    lock = ROOT / "requirements.lock"
+    folder = KEPT / f"wheels-{_short(lock.read_text())}"
     if not folder.exists():
         part = folder.with_suffix(".part")
-        part.mkdir(parents=True, exist_ok=True)
-        (part / "requirements.lock").write_text(_for_hosts(lock))
-        options = ("--quiet", "--no-deps", "--only-binary", ":all:", "--require-hashes", "--dest", str(part))
-        run(sys.executable, "-m", "pip", "download", *options, "-r", str(part / "requirements.lock"), timeout_s=1800)
+        run(sys.executable, str(ROOT / "images" / "wheels.py"), str(lock), str(part), timeout_s=1800)
         part.rename(folder)
     return folder
-
-
-def _for_hosts(lock: str) -> str:
-    """The entries of a lock that hold on the hosts, without conditions, which pip would judge by its own Python."""
-    kept: list[str] = []
-    wanted = True
-    for line in lock.splitlines():
-        if line[:1].isalnum():
-            name, _, condition = line.removesuffix("\\").partition(" ; ")
-            wanted = not condition or Marker(condition).evaluate(HOST_PYTHON)
-            kept += [f"{name.strip()} \\"] * wanted
-        elif wanted:
-            kept.append(line)
-    return "\n".join(kept) + "\n"
 
 
 def wheel(version: str, folder: Path, change: Mapping[str, tuple[str, str]] | None = None) -> Path:
