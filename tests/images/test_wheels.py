@@ -29,8 +29,9 @@ def load() -> ModuleType:
 
 
 def test_entries_that_hold_for_the_other_python_lose_their_condition() -> None:
-    both = "async-timeout==5.0.1 \\\n    --hash=sha256:aa\nclick==8.5.1 \\\n    --hash=sha256:bb \\\n    --hash=sha256:cc\n"
-    assert load().entries(LOCK, "3.11.2") == both
+    first, rest = load().entries(LOCK, "3.11.2").split("click", 1)
+    assert first == "async-timeout==5.0.1 \\\n    --hash=sha256:aa\n"
+    assert rest == "==8.5.1 \\\n    --hash=sha256:bb \\\n    --hash=sha256:cc\n"
     assert load().entries(LOCK, "3.11.7").startswith("click==8.5.1")
 
 
