@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.rollout import materials
-from tests.rollout.fleet import Fleet, missing
+from tests.rollout.fleet import Fleet, missing, run
 from tests.rollout.materials import ROOT
 
 NODES = ("gpu1", "gpu2", "gpu3", "gpu4")
@@ -219,6 +219,42 @@ def test_a_broken_release_stops_at_the_first_host_and_is_taken_back(
     assert installed.drained() == []
     assert tally["failed"] == []
     assert tally["requests"] > 10
+
+
+def complete(operator: Operator, folder: Path, prompt: str, *headers: str) -> int:
+    """The status of one completion through the balancer."""
+    url = f"https://{operator.fleet.hosts[-1].address}/v1/completions"
+    body = json.dumps({"model": "smollm2-135m", "prompt": prompt, "max_tokens": 1})
+    given = [f"authorization: Bearer {(folder / 'key').read_text()}", "content-type: application/json", *headers]
+    options = [option for header in given for option in ("--header", header)]
+    trust = ("--cacert", str(folder / "files/ca.pem"), "--output", "/dev/null", "--write-out", "%{http_code}")
+    return int(run(*operator.fleet.inside("curl", "--silent", *trust, *options, "--data-binary", body, url)))
+
+
+def served_by(operator: Operator, count: int) -> list[str]:
+    """The appliances that gave the last answers of the balancer, each request's last one where it was sent on."""
+    lines = operator.fleet.on(FRONT, f"tail -n {count} /var/log/nginx/access.log").splitlines()
+    return [json.loads(line)["node"].split(", ")[-1] for line in lines]
+
+
+def test_prompts_that_begin_alike_meet(installed: Operator, folder: Path) -> None:
+    beginning = "The numbers are: " + "one two three " * 400
+    assert [complete(installed, folder, f"{beginning} and {n}") for n in range(4)] == [200] * 4
+    assert len(set(served_by(installed, 4))) == 1
+    assert [complete(installed, folder, "Hello", f"x-zccp-route: {n}") for n in range(12)] == [200] * 12
+    assert len(set(served_by(installed, 12))) > 1
+    assert [complete(installed, folder, f"Prompt {n}", "x-zccp-route: same") for n in range(4)] == [200] * 4
+    assert len(set(served_by(installed, 4))) == 1
+
+
+def test_an_appliance_that_is_gone_is_passed_over(installed: Operator, folder: Path) -> None:
+    routes = [f"x-zccp-route: {n}" for n in range(8)]
+    lost = next(host for host in installed.fleet.hosts if host.name == NODES[1])
+    installed.fleet.on(lost.name, "systemctl stop nginx zccp")
+    assert [complete(installed, folder, "Hello", route) for route in routes] == [200] * len(routes)
+    assert f"{lost.address}:443" not in served_by(installed, len(routes))
+    installed.fleet.on(lost.name, "systemctl start zccp nginx")
+    assert installed.play("status.yml").stdout.count("status=ready") == len(NODES)
 
 
 def test_going_back_to_an_earlier_release(installed: Operator, folder: Path) -> None:
