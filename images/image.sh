@@ -68,7 +68,7 @@ chroot "$work/root" chown redis:adm /var/log/redis
 printf 'timeout 0\n' > "$work/efi/loader/loader.conf"
 cp -r "$here/host/repart.d" "$work/repart.d"
 cp "$kept/tools/usr/lib/systemd/boot/efi/systemd-bootx64.efi" "$work/efi/EFI/BOOT/BOOTX64.EFI"
-kernel=$(basename "$work"/root/boot/vmlinuz-*)
+kernel=$(basename "$work/root/boot/"vmlinuz-*)
 kernel=${kernel#vmlinuz-}
 mkdir -p "$kept/tools$work"
 rm -f "$out"
