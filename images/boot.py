@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Boots a disk image under QEMU, without KVM if there is none, and says how long it took until SSH and what is wrong.
+"""Boots a disk image under QEMU and says how long it took until SSH and what is wrong.
 
 ``images/boot.py IMAGE``: the image is not changed, since the machine runs on an overlay, on a larger disk than the
 image so that its growth is seen. Everything listens on loopback. Exit code 0 if the system runs without a failed unit.
@@ -37,7 +37,7 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def machine(image: Path, folder: Path, port: int) -> list[str]:
+def machine(image: Path, folder: Path, port: int, accelerator: str) -> list[str]:
     """QEMU's command line; the operator's key comes as a credential through the firmware's tables."""
     disk = folder / "disk.qcow2"
     run(["qemu-img", "create", "-q", "-f", "qcow2", "-F", "raw", "-b", str(image.resolve()), str(disk), f"{DISK_GB}G"])
@@ -46,7 +46,6 @@ def machine(image: Path, folder: Path, port: int) -> list[str]:
     key = (folder / "key.pub").read_text(encoding="utf-8").strip()
     credential = folder / "credential"
     credential.write_text(f"io.systemd.credential:ssh.authorized_keys.root={key}", encoding="utf-8")
-    accelerator = "kvm" if Path("/dev/kvm").exists() else "tcg"
     return [
         "qemu-system-x86_64", "-nodefaults", "-no-user-config", "-display", "none", "-smp", "2", "-m", "2048",
         "-machine", f"q35,accel={accelerator}", "-cpu", "host" if accelerator == "kvm" else "max",
@@ -72,15 +71,16 @@ def ask(folder: Path, port: int, question: str) -> "subprocess.CompletedProcess[
     return subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - our own arguments
 
 
-def boot(image: Path, folder: Path, timeout_s: float) -> dict[str, object]:
+def boot(image: Path, folder: Path, timeout_s: float, accelerator: str) -> dict[str, object]:
     """Boot, ask, and end the machine; the answers."""
     port, began = free_port(), time.monotonic()
-    with subprocess.Popen(machine(image, folder, port)) as process:  # noqa: S603 - our own arguments
+    with subprocess.Popen(machine(image, folder, port, accelerator)) as process:  # noqa: S603 - our own arguments
         try:
             while (done := ask(folder, port, "true")).returncode != 0:
-                if process.poll() is not None or time.monotonic() - began > timeout_s:
+                took_s = time.monotonic() - began
+                if process.poll() is not None or took_s > timeout_s:
                     serial = (folder / "serial.log").read_text(encoding="utf-8", errors="replace")
-                    raise SystemExit(f"boot.py: no SSH after {timeout_s:.0f} s: {done.stderr}\n{serial[-3000:]}")
+                    raise SystemExit(f"boot.py: no SSH after {took_s:.0f} s: {done.stderr}\n{serial[-3000:]}")
                 time.sleep(1)
             answers: dict[str, object] = {"ssh_after_s": round(time.monotonic() - began, 1)}
             answers |= {name: ask(folder, port, question).stdout.strip() for name, question in QUESTIONS.items()}
@@ -95,9 +95,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("image", type=Path)
     parser.add_argument("--timeout", type=float, default=600.0, help="longest time until SSH, s")
+    parser.add_argument("--kvm", action="store_true", help="use KVM; default: translate, which works anywhere")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="zccp-boot-") as folder:
-        answers = boot(given.image, Path(folder), given.timeout)
+        answers = boot(given.image, Path(folder), given.timeout, "kvm" if given.kvm else "tcg")
     sys.stdout.write(json.dumps(answers, indent=1) + "\n")
     return 0 if answers["state"] == "running" else 1
 

@@ -77,7 +77,7 @@ def test_a_booted_machine_is_reached_from_here_alone(tmp_path: Path, monkeypatch
     (tmp_path / "key.pub").write_text("ssh-ed25519 AAAA test\n")
     monkeypatch.setattr(boot, "run", lambda _command: None)
     monkeypatch.setattr(boot, "VARIABLES", tmp_path / "key.pub")
-    command = boot.machine(Path("image.raw"), tmp_path, 2222)
+    command = boot.machine(Path("image.raw"), tmp_path, 2222, "tcg")
     (network,) = (word for word in command if word.startswith("user,"))
     assert network == "user,id=n0,restrict=on,hostfwd=tcp:127.0.0.1:2222-:22"
     assert (tmp_path / "credential").read_text().endswith("ssh.authorized_keys.root=ssh-ed25519 AAAA test")

@@ -216,6 +216,7 @@ def test_a_broken_release_stops_at_the_first_host_and_is_taken_back(
     assert f"{version} failed on {NODES[0]}, which serves {before[NODES[0]]} again" in done.stdout
     assert set(recap(done)) == {NODES[0]}
     assert installed.releases() == before
+    assert installed.fleet.on(NODES[0], "ls /opt/zccp/releases").split() == [FIRST, SECOND]
     assert installed.drained() == []
     assert tally["failed"] == []
     assert tally["requests"] > 10
