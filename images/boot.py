@@ -21,6 +21,7 @@ DISK_GB = 6
 QUESTIONS = {
     "state": "systemctl is-system-running --wait",
     "failed": "systemctl --failed --no-legend --plain",
+    "why": "systemctl --failed --no-legend --plain | cut -d' ' -f1 | xargs -rn1 journalctl -b -o cat -n 8 -u",
     "root_mb": "df --output=size -BM / | tail -1 | tr -d ' M'",
     "listening": "ss -Hltn | awk '{print $4}' | sort -u | tr '\\n' ' '",
     "firewall": "nft list chain inet filter input | grep -c 'policy drop'",

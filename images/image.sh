@@ -4,7 +4,7 @@
 # Debian with systemd, sshd, nginx, Redis and a firewall, started by UEFI through systemd-boot and a unified kernel image.
 # ansible/site.yml makes an appliance of it. Packages come from where apt of this machine has Debian's from. Tools come
 # from a tree of a newer Debian that is made first, so this machine needs root, mmdebstrap and its kernel's mounts alone.
-# Two runs with one SOURCE_DATE_EPOCH and the same packages in the mirror give the same bytes.
+# Times, ids and seeds come from SOURCE_DATE_EPOCH and from this file, so that only the packages of the mirror change it.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 
@@ -24,7 +24,7 @@ mkdir -p "$work/efi/EFI/BOOT" "$work/efi/EFI/Linux" "$work/efi/loader"
 
 packages=(
     "$kernel_package" initramfs-tools systemd systemd-sysv systemd-resolved udev dbus libpam-systemd openssh-server
-    python3 python3-venv python3-apt sudo openssl nginx-light redis-server nftables iproute2 procps ca-certificates curl
+    python3 python3-venv python3-apt sudo openssl nginx-light redis-server nftables netbase iproute2 procps ca-certificates curl
     prometheus-node-exporter
 )
 tool_packages=(systemd-repart systemd-ukify systemd-boot-efi mtools dosfstools e2fsprogs python3-pefile)
