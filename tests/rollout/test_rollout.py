@@ -275,6 +275,22 @@ def test_a_release_that_is_not_there_is_refused(installed: Operator) -> None:
     assert installed.releases() == before
 
 
+def test_changed_settings_restart_drained_hosts(installed: Operator, folder: Path) -> None:
+    before = installed.releases()
+    with load(installed, folder) as tally:
+        release = before[NODES[0]]
+        values = {"application_version": release, "zccp_site_batches": [2, "100%"], "application_drain_s": 25}
+        done = installed.play("site.yml", "--limit", "appliances", **values)
+    assert done.returncode == 0, done.stdout[-8000:]
+    assert done.stdout.count("gets new settings and is drained and restarted") == len(NODES)
+    assert installed.releases() == before
+    for name in NODES:
+        assert installed.fleet.on(name, "grep drain_s /etc/zccp/config.yaml").strip() == "drain_s: 25"
+        assert installed.fleet.on(name, "systemctl show zccp --property TimeoutStopUSec --value").strip() == "40s"
+    assert installed.drained() == []
+    assert tally["failed"] == []
+
+
 def test_status_is_one_line_a_host(installed: Operator) -> None:
     done = installed.play("status.yml")
     assert done.returncode == 0
