@@ -2,7 +2,8 @@
 """Boots a disk image under QEMU and says how long it took until SSH and what is wrong.
 
 ``images/boot.py IMAGE``: the image is not changed, since the machine runs on an overlay, on a larger disk than the
-image so that its growth is seen. Everything listens on loopback. Exit code 0 if the system runs without a failed unit.
+image so that its growth is seen. Everything listens on loopback. Exit code 0 if the system runs without a failed unit and
+with its firewall.
 """
 
 import argparse
@@ -24,7 +25,7 @@ QUESTIONS = {
     "why": "systemctl --failed --no-legend --plain | cut -d' ' -f1 | xargs -rn1 journalctl -b -o cat -n 8 -u",
     "root_mb": "df --output=size -BM / | tail -1 | tr -d ' M'",
     "listening": "ss -Hltn | awk '{print $4}' | sort -u | tr '\\n' ' '",
-    "firewall": "nft list chain inet filter input | grep -c 'policy drop'",
+    "firewall": "/usr/sbin/nft list chain inet filter input | grep -c 'policy drop'",
     "redis": "redis-cli ping",
     "kernel": "uname -r",
     "boot": "systemd-analyze | head -1",
@@ -101,7 +102,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="zccp-boot-") as folder:
         answers = boot(given.image, Path(folder), given.timeout, "kvm" if given.kvm else "tcg")
     sys.stdout.write(json.dumps(answers, indent=1) + "\n")
-    return 0 if answers["state"] == "running" else 1
+    return 0 if answers["state"] == "running" and answers["firewall"] == "1" else 1
 
 
 if __name__ == "__main__":
