@@ -2,8 +2,8 @@
 """Boots a disk image under QEMU and says how long it took until SSH and what is wrong.
 
 ``images/boot.py IMAGE``: the image is not changed, since the machine runs on an overlay, on a larger disk than the
-image so that its growth is seen. Everything listens on loopback. Exit code 0 if the system runs without a failed unit and
-with its firewall.
+image so that its growth is seen. Everything listens on loopback. Exit code 0 if the system runs without a failed unit
+and with its firewall.
 """
 
 import argparse
