@@ -217,7 +217,7 @@ def _proposals(assignment: Assignment, codec: TextCodec, card: ModelCard, metric
     cache = assignment.config.cache
     if not cache.csf_enabled:
         return None
-    from appliance.reuse.serving import model_identity, proposals_of  # noqa: PLC0415 - numpy, and only here in a worker
+    from appliance.reuse.serving import model_identity, proposals_of  # noqa: PLC0415 - only where it is on
 
     return proposals_of(
         cache, codec.token_bytes, model_identity(Path(assignment.model), card.name), metrics.of_fingerprints

@@ -9,13 +9,15 @@ Candidates are proposals: whoever uses one finds out by itself what is really sh
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from threading import Lock
-from typing import Annotated, Protocol
+from typing import TYPE_CHECKING, Annotated, Protocol
 
 import msgspec
 from msgspec import Meta, Struct
 
-from appliance.reuse.fingerprint import Fingerprint
 from appliance.reuse.prefix import MARK_BYTES, MAX_MARKS
+
+if TYPE_CHECKING:
+    from appliance.reuse.fingerprint import Fingerprint
 
 SCHEMA = 1
 """Of entries; those of another one are not seen."""
@@ -52,11 +54,11 @@ class FingerprintIndex(Protocol):
     ``space`` keeps tenants and models apart (``appliance.reuse.prefix.space_of``).
     """
 
-    def propose(self, space: bytes, fingerprint: Fingerprint) -> tuple[Candidate, ...]:
+    def propose(self, space: bytes, fingerprint: "Fingerprint") -> tuple[Candidate, ...]:
         """At most ``MAX_CANDIDATES``, the one with most bands first; none where the index cannot be asked."""
         ...
 
-    def publish(self, space: bytes, fingerprint: Fingerprint, entry: Entry) -> bool:
+    def publish(self, space: bytes, fingerprint: "Fingerprint", entry: Entry) -> bool:
         """Put an entry under every band key, in place of older ones; whether that was done."""
         ...
 
@@ -80,7 +82,7 @@ class EmbeddedIndex:
         """Band keys held; an entry has as many as its fingerprint has bands."""
         return len(self._held)
 
-    def propose(self, space: bytes, fingerprint: Fingerprint) -> tuple[Candidate, ...]:
+    def propose(self, space: bytes, fingerprint: "Fingerprint") -> tuple[Candidate, ...]:
         """See ``FingerprintIndex``."""
         now, found = self._clock(), list[Entry]()
         with self._lock:
@@ -95,7 +97,7 @@ class EmbeddedIndex:
                 found.append(entry)
         return ranked(found)
 
-    def publish(self, space: bytes, fingerprint: Fingerprint, entry: Entry) -> bool:
+    def publish(self, space: bytes, fingerprint: "Fingerprint", entry: Entry) -> bool:
         """See ``FingerprintIndex``."""
         if encoded(entry) is None:
             return False

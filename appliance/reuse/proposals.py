@@ -15,15 +15,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import Lock
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import structlog
 
 from api.ports import EngineStatus, Generation, GenerationRequest, Generator, RequestRecord
-from appliance.reuse.fingerprint import Fingerprint, Fingerprinter
 from appliance.reuse.index import Candidate, Entry, FingerprintIndex
 from appliance.reuse.prefix import MARK_TOKENS, common_tokens, reference_of, space_of
 from appliance.telemetry import FingerprintMetrics
+
+if TYPE_CHECKING:
+    from appliance.reuse.fingerprint import Fingerprint, Fingerprinter
 
 MAX_WAITING = 16
 """Prompts that wait for the thread; a prompt that finds so many is left out."""
@@ -46,7 +48,7 @@ class Looked:
     """
 
     space: bytes
-    fingerprint: Fingerprint
+    fingerprint: "Fingerprint"
     entry: Entry
     result: Result
     node: str = ""
@@ -61,8 +63,7 @@ class Proposals:
     def __init__(
         self,
         token_bytes: Callable[[int], bytes],
-        fingerprinter: Fingerprinter,
-        index: FingerprintIndex,
+        make: "Callable[[], tuple[Fingerprinter, FingerprintIndex]]",
         metrics: FingerprintMetrics,
         *,
         node: str,
@@ -73,21 +74,20 @@ class Proposals:
 
         Args:
             token_bytes: the text of an id.
-            fingerprinter: makes the fingerprints.
-            index: where they are looked up; used by the one thread.
+            make: gives what makes fingerprints and the index where they are looked up. It is called in the thread,
+                which alone uses both, so that nothing has to wait until they are loaded.
             metrics: where to count.
             node: this node's name in the index.
             model: what the ids belong to, the same on every node that serves it.
             warmup: whether a prompt is published before it is computed.
         """
         self._token_bytes = token_bytes
-        self._fingerprinter = fingerprinter
-        self._index = index
         self._metrics = metrics
         self._node = node
         self._model = model
         self._warmup = warmup
         self._thread = ThreadPoolExecutor(1, "fingerprints")
+        self._parts = self._thread.submit(make)
         self._lock = Lock()
         self._waiting = 0
         self._known: OrderedDict[str, Looked] = OrderedDict()
@@ -133,8 +133,11 @@ class Proposals:
     def close(self) -> None:
         """Finish what waits, let go of the index, and take nothing more; returns at once."""
         with suppress(RuntimeError):  # closed before
-            self._thread.submit(self._index.close)
+            self._thread.submit(self._close_index)
         self._thread.shutdown(wait=False)
+
+    def _close_index(self) -> None:
+        self._parts.result()[1].close()
 
     def _run(self, job: Callable[..., None], *given: object) -> None:
         with self._lock:
@@ -153,16 +156,17 @@ class Proposals:
             _log.error("a fingerprint failed; its request is not concerned", exc_info=error)
 
     def _look(self, request_id: str, tenant: str, ids: Sequence[int]) -> None:
+        fingerprinter, index = self._parts.result()
         began_s = time.perf_counter()
         text = b"".join(map(self._token_bytes, ids[:TEXT_IDS])).decode(errors="replace")
-        fingerprint = self._fingerprinter.of(text)
+        fingerprint = fingerprinter.of(text)
         self._metrics.fingerprint_seconds.observe(time.perf_counter() - began_s)
         if fingerprint is None:
             self._metrics.fingerprints.labels("none").inc()
             return
         space = space_of(tenant, self._model)
         own = Entry(reference_of(space, ids), self._node, len(ids))
-        looked = self._compared(space, fingerprint, own, self._index.propose(space, fingerprint))
+        looked = self._compared(space, fingerprint, own, index.propose(space, fingerprint))
         self._count(looked)
         with self._lock:
             self._known[request_id] = looked
@@ -171,10 +175,10 @@ class Proposals:
                 self._known.popitem(last=False)
         start = max(MARK_TOKENS, len(ids) // WARMUP_SHARE)
         if self._warmup and looked.shared < start:
-            self._index.publish(space, fingerprint, Entry(own.reference, self._node, start, warmup=True))
+            index.publish(space, fingerprint, Entry(own.reference, self._node, start, warmup=True))
 
     def _compared(
-        self, space: bytes, fingerprint: Fingerprint, own: Entry, candidates: tuple[Candidate, ...]
+        self, space: bytes, fingerprint: "Fingerprint", own: Entry, candidates: tuple[Candidate, ...]
     ) -> Looked:
         """The candidate that shares most, by its marks and never by what it says; none may share the last id."""
         best = Looked(space, fingerprint, own, "different" if candidates else "miss")
@@ -196,7 +200,7 @@ class Proposals:
         with self._lock:
             looked = self._known.pop(request_id, None)
         if looked is not None and not looked.is_published:
-            self._index.publish(looked.space, looked.fingerprint, looked.entry)
+            self._parts.result()[1].publish(looked.space, looked.fingerprint, looked.entry)
 
 
 class _Generator:

@@ -8,14 +8,16 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from appliance.config_cache import CacheConfig
 from appliance.model.record import read_record
-from appliance.reuse.fingerprint import Fingerprinter
 from appliance.reuse.index import EmbeddedIndex, FingerprintIndex
-from appliance.reuse.masks import Masks
 from appliance.reuse.proposals import IndexMetrics, Proposals
 from appliance.telemetry import FingerprintMetrics
+
+if TYPE_CHECKING:
+    from appliance.reuse.fingerprint import Fingerprinter
 
 SLOW_CALLS = 5
 """A call of the index that took so many times the longest answer counts as a failure: it came in small pieces."""
@@ -32,10 +34,17 @@ def proposals_of(
         model: what the ids belong to, the same on every node that serves it.
         metrics: where to count.
     """
+
+    def make() -> "tuple[Fingerprinter, FingerprintIndex]":
+        from appliance.reuse.fingerprint import Fingerprinter  # noqa: PLC0415 - numpy, which takes a while
+        from appliance.reuse.masks import Masks  # noqa: PLC0415
+
+        masks = Masks(cache.csf_mask_patterns)
+        return Fingerprinter(cache.csf_minhash_hashes, masks), _index(cache, metrics)
+
     return Proposals(
         token_bytes,
-        Fingerprinter(cache.csf_minhash_hashes, Masks(cache.csf_mask_patterns)),
-        _index(cache, metrics),
+        make,
         metrics,
         node=cache.node_name or socket.gethostname(),
         model=model,

@@ -37,7 +37,8 @@ class Rig:
         self.registry = CollectorRegistry()
         self.index = EmbeddedIndex(100, 60.0, lambda: 0.0) if index is None else index
         self.proposals = Proposals(
-            lambda token: chr(32 + token).encode(), Fingerprinter(), self.index, Metrics(self.registry).of_fingerprints,
+            lambda token: chr(32 + token).encode(), lambda: (Fingerprinter(), self.index),
+            Metrics(self.registry).of_fingerprints,
             node=node, model="m", warmup=warmup,
         )  # fmt: skip
 
