@@ -31,7 +31,7 @@ test: $(DEVELOPMENT) ## run the whole test suite in two processes; make test WOR
 quick: $(DEVELOPMENT) ## run the tests that start no real model and none of the repository checks
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --no-loadscope-reorder -m "not system" --ignore tests/repo
 
-test-rollout: $(DEVELOPMENT) ## install, update, break and roll back a fleet of containers; Debian, root, about 10 minutes
+test-rollout: $(DEVELOPMENT) ## install, update, break and roll back a fleet of containers; Debian, root, up to half an hour
 	ZCCP_TEST_ROLLOUT=1 $(BIN)/python -m pytest tests/rollout
 
 image: ## make a bootable disk image of a host in build/image; Debian, root, mmdebstrap, some minutes
