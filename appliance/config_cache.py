@@ -42,9 +42,12 @@ class CacheConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         ),
     ] = 32.0
 
-    csf_enabled: Annotated[
-        bool, Meta(description="Make fingerprints of prompts and look for prompts like them in the index.")
-    ] = True
+    csf_enabled: (
+        Annotated[
+            bool, Meta(description="Make fingerprints of prompts and look for prompts alike; empty = with a Redis.")
+        ]
+        | None
+    ) = None
     csf_minhash_hashes: Annotated[Literal[128, 256], Meta(description="Hash values of a fingerprint.")] = 128
     csf_mask_patterns: Annotated[
         tuple[str, ...],
@@ -81,6 +84,11 @@ class CacheConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         bool,
         Meta(description="Compute the first tenth of a long new prompt before the rest, and publish it in the index."),
     ] = False
+
+
+def fingerprints(cache: CacheConfig) -> bool:
+    """Whether prompts get fingerprints: unless told, where an index is shared, since a node alone needs no proposal."""
+    return bool(cache.redis_url) if cache.csf_enabled is None else cache.csf_enabled
 
 
 def cache_problem(cache: CacheConfig) -> str | None:

@@ -36,6 +36,7 @@ from api.ports import ModelCard, RequestRecord, TextCodec
 from api.settings import ApiSettings, Clock
 from appliance.assignment import Assignment, Notice, read_assignment, send_notice, send_pulse
 from appliance.config import ApplianceConfig
+from appliance.config_cache import fingerprints
 from appliance.config_rules import PROXY_IDLE_CONNECTIONS
 from appliance.gateway_worker import LinkSettings, WorkerGateway
 from appliance.handoff import BodyDirectory, HandoffDirectoryError
@@ -215,7 +216,7 @@ def _with_stable_head(codec: TextCodec, headers: tuple[str, ...]) -> TextCodec:
 def _proposals(assignment: Assignment, codec: TextCodec, card: ModelCard, metrics: Metrics) -> "Proposals | None":
     """What looks for prompts alike, where that is on."""
     cache = assignment.config.cache
-    if not cache.csf_enabled:
+    if not fingerprints(cache):
         return None
     from appliance.reuse.serving import model_identity, proposals_of  # noqa: PLC0415 - only where it is on
 
