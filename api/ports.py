@@ -127,6 +127,14 @@ class Generator(Protocol):
         ...
 
 
+class Answers(Protocol):
+    """Answers that are kept to be given again."""
+
+    def forget(self, tenant: str) -> None:
+        """Give nothing again of what the tenant has asked before now."""
+        ...
+
+
 class EngineStatus(Struct, frozen=True, kw_only=True):
     """What a worker knows of the engine; ``state`` other than ``ready`` comes with a reason for people.
 

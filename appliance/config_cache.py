@@ -33,6 +33,13 @@ class CacheConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         Meta(description="Who shares them: the requests of one tenant, or all of the node."),
     ] = "tenant"
 
+    answers_mb: Annotated[
+        float, Meta(ge=0, le=65_536, description="Memory of a worker for answers that are given again, MiB; 0 = none.")
+    ] = 0.0
+    answers_ttl_s: Annotated[float, Meta(ge=1, le=2_592_000, description="Time for which an answer is kept, s.")] = (
+        600.0
+    )
+
     known_ids_mb: Annotated[
         float,
         Meta(

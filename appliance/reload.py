@@ -30,6 +30,8 @@ APPLIED = frozenset(
         "proxy.hsts_s",
         "proxy.metrics_from",
         "proxy.log_directory",
+        "cache.answers_mb",
+        "cache.answers_ttl_s",
         "cache.known_ids_mb",
         "shared_memory.cleanup_interval_ms",
         "model.name",

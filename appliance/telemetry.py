@@ -229,6 +229,7 @@ class Metrics:
         )  # fmt: skip
         self.duration = histogram("zccp_request_seconds", "Arrival to last byte.", _LATENCY_BUCKETS)
         self.cached_tokens = counter("zccp_cached_prompt_tokens", "Prompt ids whose keys and values were reused.")
+        self.answers = counter("zccp_answers", "Requests looked up among the answers that are kept.", ("result",))
         self.of_fingerprints = FingerprintMetrics(registry)
 
 

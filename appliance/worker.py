@@ -32,7 +32,7 @@ from prometheus_client import CollectorRegistry
 
 from api.app import ROUTES, create_app
 from api.body_file import HandedOver
-from api.ports import ModelCard, RequestRecord, TextCodec
+from api.ports import Generator, ModelCard, RequestRecord, TextCodec
 from api.settings import ApiSettings, Clock
 from appliance.assignment import Assignment, Notice, read_assignment, send_notice, send_pulse
 from appliance.config import ApplianceConfig
@@ -51,6 +51,7 @@ from appliance.model.tokenizer import TokenizerError
 from appliance.telemetry import Metrics, WorkerObserver, configure_logging, count_as
 
 if TYPE_CHECKING:
+    from appliance.reuse.answers import KeptAnswers
     from appliance.reuse.proposals import Proposals
     from appliance.tracing import TraceExporter
 
@@ -165,8 +166,8 @@ async def _serve(assignment: Assignment, load_text: LoadText) -> int:
         draining=lambda: stop.signals > 0,
         leaving=lambda: stop.leaving,
     )
-    generator = gateway if proposals is None else proposals.over(gateway)
-    app = create_app(generator, codec, card, keys, ledger, observer, settings, Clock())
+    generator, answers = _generator(assignment, gateway, proposals, metrics)
+    app = create_app(generator, codec, card, keys, ledger, observer, settings, Clock(), answers)
     servers = _servers(assignment, app, settings)
     gateway.start()
     serving = [server.start() for server in servers]
@@ -223,6 +224,23 @@ def _proposals(assignment: Assignment, codec: TextCodec, card: ModelCard, metric
     return proposals_of(
         cache, codec.token_bytes, model_identity(Path(assignment.model), card.name), metrics.of_fingerprints
     )
+
+
+def _generator(
+    assignment: Assignment, gateway: WorkerGateway, proposals: "Proposals | None", metrics: Metrics
+) -> "tuple[Generator, KeptAnswers | None]":
+    """What requests go to: kept answers first, where there are any, then the engine; and those answers."""
+    generator: Generator = gateway if proposals is None else proposals.over(gateway)
+    cache = assignment.config.cache
+    if not cache.answers_mb:
+        return generator, None
+    from appliance.reuse.answers import KeptAnswers, Marks  # noqa: PLC0415 - only where it is used
+
+    marks = Marks(Path(assignment.socket).with_name("answers"))
+    answers = KeptAnswers(
+        int(cache.answers_mb * 2**20), cache.answers_ttl_s, marks, time.monotonic, metrics.answers
+    )  # fmt: skip
+    return answers.over(generator), answers
 
 
 def _told(proposals: "Proposals | None", traces: "TraceExporter | None") -> Callable[[RequestRecord], None]:
