@@ -59,6 +59,7 @@ def test_a_running_appliance_shows_its_own_failures(tmp_path: Path) -> None:
             answers = list(pool.map(lambda _: ask(running.url, "abc", 300, n=8).status_code, range(8)))
         assert 429 in answers
         wait_for(lambda: running.metrics()["zccp_segments_refused_total"] == answers.count(429))
+        wait_for(lambda: running.metrics()["zccp_segments_used"] == 0)
         full = findings(config)["segments"]
         assert (full.state, full.evidence) == (
             "failed",

@@ -54,7 +54,7 @@ def a_plan(kv_format: KvFormat, architecture: ModelArchitecture = MODEL) -> Plan
     return replace(plan, lattice=replace(plan.lattice, prefill_chunks=(16,)))
 
 
-@pytest.mark.parametrize(("kv_format", "count"), [(KvFormat.FLOAT32, 36), (KvFormat.INT8, 36), (KvFormat.BMQ4, 12)])
+@pytest.mark.parametrize(("kv_format", "count"), [(KvFormat.FLOAT32, 36), (KvFormat.INT8, 36), (KvFormat.BMQ4, 18)])
 def test_answers_are_those_of_an_engine_that_reuses_nothing(kv_format: KvFormat, count: int) -> None:
     plan = a_plan(kv_format)
     model, prompts = RandomModel(plan), mixed_prompts(plan.page_size, count)
