@@ -1,13 +1,13 @@
 """What the recipes of images say: nobody has a password, only SSH and TLS come in, the disk grows, no host is named."""
 
 import configparser
-import importlib.util
 import re
 import subprocess
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+
+from tests.support.scripts import loaded
 
 IMAGES = Path(__file__).parents[2] / "images"
 OVERLAY = IMAGES / "host" / "overlay"
@@ -20,16 +20,6 @@ def unit(path: Path) -> configparser.ConfigParser:
     parser.optionxform = str  # type: ignore[assignment, method-assign]
     parser.read_string(path.read_text())
     return parser
-
-
-def booting() -> ModuleType:
-    """The script that boots an image, as a module."""
-    spec = importlib.util.spec_from_file_location("boot", IMAGES / "boot.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
@@ -73,7 +63,7 @@ def test_a_machine_makes_its_own_keys_before_sshd() -> None:
 
 
 def test_a_booted_machine_is_reached_from_here_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    boot = booting()
+    boot = loaded(IMAGES / "boot.py")
     (tmp_path / "key.pub").write_text("ssh-ed25519 AAAA test\n")
     monkeypatch.setattr(boot, "run", lambda _command: None)
     monkeypatch.setattr(boot, "VARIABLES", tmp_path / "key.pub")
