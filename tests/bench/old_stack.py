@@ -31,6 +31,9 @@ WORKLOAD = Path(__file__).parent / "mixes" / "old_stack.json"
 TIMEOUT_S = 30.0
 LOAD, OVERLOAD = 0.8, 2.0
 """Of the old stack's sustained rate: where latencies are compared, and where errors are."""
+OVERLOAD_S = 3 * TIMEOUT_S
+"""Least length of an overloaded turn. A queue at twice what is sustained grows by a second a second, so that the first
+request is late only when a turn has lasted as long as the clients' time-out."""
 SLOWER = 3.0
 """Times the unloaded p99 that a sustained rate may have."""
 FAILED = 0.01
@@ -161,8 +164,8 @@ async def measure(
     clients = [OpenLoop(stack.port, TIMEOUT_S, time.monotonic) for stack in stacks]
     done = 0
 
-    async def turn(client: OpenLoop, rate: float, seed: int) -> Turn:
-        found = Turn.of(await client.run(bodies, rate, max(seconds, _LEAST_REQUESTS / rate), seed))
+    async def turn(client: OpenLoop, rate: float, seed: int, least_s: float = 0.0) -> Turn:
+        found = Turn.of(await client.run(bodies, rate, max(seconds, least_s, _LEAST_REQUESTS / rate), seed))
         await _settled(client, bodies, arm.unloaded)
         return found
 
@@ -177,10 +180,10 @@ async def measure(
         done += 1
         progress(f"{name}: {stack.name} sustains {arm.rates[stack.name]:.2f} requests a second", done, total)
     rate, own = (arm.rates[stack.name] for stack in stacks)
-    for kept, times in ((arm.compared, LOAD), (arm.overloaded, OVERLOAD)):
+    for kept, times, least_s in ((arm.compared, LOAD, 0.0), (arm.overloaded, OVERLOAD, OVERLOAD_S)):
         for repeat in range(repeats):
             progress(f"{name}: {times:g} times what the old stack sustains", done, total)
-            first, second = [await turn(client, times * rate, 2 + repeat) for client in clients]
+            first, second = [await turn(client, times * rate, 2 + repeat, least_s) for client in clients]
             kept.append((first, second))
             done += 2
             progress(f"{name}: {times:g} times: {_brief(first)} and {_brief(second)}", done, total)
