@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test quick lint lock clean
+.PHONY: help setup serve test quick lint lock test-rollout clean
 
 WORKERS ?= 2
 PYTHON ?= $(shell command -v python3.11 || command -v python3 || echo python3)
@@ -17,7 +17,7 @@ RUNTIME := $(VENV)/.runtime
 DEVELOPMENT := $(VENV)/.development
 
 help: ## show this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /make \1\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 20
 
 setup: $(DEVELOPMENT) ## make .venv with run-time packages, development tools, bench peers and the GPU compiler
 
@@ -30,6 +30,9 @@ test: $(DEVELOPMENT) ## run the whole test suite in two processes; make test WOR
 
 quick: $(DEVELOPMENT) ## run the tests that start no real model and none of the repository checks
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --no-loadscope-reorder -m "not system" --ignore tests/repo
+
+test-rollout: $(DEVELOPMENT) ## install, update, break and roll back a fleet of containers; Debian, root, about 10 minutes
+	ZCCP_TEST_ROLLOUT=1 $(BIN)/python -m pytest tests/rollout
 
 lint: $(DEVELOPMENT) ## run the repository checks: format, types, layers, sizes, documents
 	$(BIN)/python -m pytest tests/repo

@@ -15,7 +15,7 @@ CHECKS = {
     "layers": ("lint-imports", "--no-cache"),
     "spelling": ("codespell",),
     "dependencies": ("deptry", "."),
-    "scripts": ("shellcheck", ".ci/run"),
+    "scripts": ("shellcheck", ".ci/run", "images/rootfs.sh", "images/container/build.sh"),
 }
 
 

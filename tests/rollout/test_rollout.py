@@ -1,0 +1,260 @@
+"""Four appliances and a balancer: installed, rolled out under load, broken, rolled back, all of it for real."""
+
+import json
+import re
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rollout import materials
+from tests.rollout.fleet import Fleet, missing
+from tests.rollout.materials import ROOT
+
+NODES = ("gpu1", "gpu2", "gpu3", "gpu4")
+FRONT = "front"
+ENVIRONMENTS = "/opt/zccp/environments"
+REDIS_PASSWORD = "fleetfleetfleetfleetfleet"
+FIRST, SECOND, BROKEN, DEAD = "1.0.0", "1.0.1", "1.0.2", "1.0.3"
+BREAKS = {
+    BROKEN: {"api/routes/completions.py": ("services.require_ready()", 'raise RuntimeError("broken on purpose")')},
+    DEAD: {"appliance/engine_main.py": ("import ", "import zccp_is_not_there\nimport ")},
+}
+
+
+class Operator:
+    """Runs playbooks against a fleet, as from an operator's machine."""
+
+    def __init__(self, fleet: Fleet, folder: Path, inventory: Path) -> None:
+        """Use an inventory; logs go to the folder."""
+        self.fleet = fleet
+        self._folder = folder
+        self._inventory = inventory
+
+    def play(self, playbook: str, *options: str, **values: object) -> "subprocess.CompletedProcess[str]":
+        """Run a playbook with extra variables."""
+        program = str(Path(sys.executable).parent / "ansible-playbook")
+        command = (program, "-i", str(self._inventory), playbook, *options, "-e", json.dumps(values))
+        done = subprocess.run(
+            self.fleet.inside(*command),
+            cwd=ROOT / "ansible",
+            env=materials.playbook_environment(self.fleet.key),
+            capture_output=True,
+            text=True,
+            timeout=1500,
+            check=False,
+        )
+        with (self._folder / "plays.log").open("a") as log:
+            log.write(f"==== {playbook} {values}\n{done.stdout}\n{done.stderr}\n")
+        return done
+
+    def releases(self) -> dict[str, str]:
+        """The current release of each appliance."""
+        return {name: self.fleet.on(name, "basename $(readlink /opt/zccp/current)").strip() for name in NODES}
+
+    def drained(self) -> list[str]:
+        """Appliances that the balancer sends nothing to."""
+        lines = self.fleet.on(FRONT, "grep -l down /etc/nginx/zccp-nodes/*.conf || true")
+        return [Path(line).stem for line in lines.split()]
+
+
+def recap(done: "subprocess.CompletedProcess[str]") -> dict[str, dict[str, int]]:
+    """The figures of each host that a playbook ends with."""
+    rows = re.findall(r"^(\S+)\s+: (ok=.*)$", done.stdout.split("PLAY RECAP", 1)[1], re.MULTILINE)
+    return {host: {k: int(v) for k, v in re.findall(r"(\w+)=(\d+)", figures)} for host, figures in rows}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Everything of this run; overlays need a file system that takes them, which /tmp is."""
+    return tmp_path_factory.mktemp("rollout")
+
+
+@pytest.fixture(scope="module")
+def operator(folder: Path) -> Iterator[Operator]:
+    """A fleet on which nothing is installed yet, and all that is needed to change that."""
+    assert not missing()
+    files = folder / "files"
+    files.mkdir()
+    for version in (FIRST, SECOND, BROKEN, DEAD):
+        materials.wheel(version, files, BREAKS.get(version))
+    archives = materials.archives()
+    shared = {materials.wheels(): "/srv/wheels", files: "/srv/files", archives[0].file.parent: "/srv/archives"}
+    environments = materials.KEPT / f"environments-{materials.base().name}-{materials.wheels().name}"
+    values = {
+        "zccp_accelerator": "none",
+        "host_apt_update": False,
+        "host_segment_count": 16,
+        "application_version": FIRST,
+        "application_model": "smollm2-135m",
+        "application_wheel": f"{files}/zccp-{{{{ application_version }}}}-py3-none-any.whl",
+        "application_wheelhouse": "/srv/wheels",
+        "application_keys_file": str(folder / "keys.json"),
+        "application_probe_url": "https://{{ ansible_host }}",
+        "application_probe_ca": "/srv/files/ca.pem",
+        "application_probe_key": materials.api_key(folder),
+        "application_health_delay_s": 1,
+        "application_health_retries": 60,
+        "application_config": {
+            "engine": materials.ENGINE,
+            "shared_memory": {"segment_count": 16},
+            "cache": {"redis_url": f"redis://:{REDIS_PASSWORD}@127.0.0.1:6379/0"},
+            "programs": {
+                "directory": "/var/lib/zccp/releases/programs",
+                "public_key": "/var/lib/zccp/releases/programs/public-key.pem",
+            },
+            "proxy": {
+                "host": "0.0.0.0",
+                "port": 443,
+                "certificate": "/etc/zccp/tls/fullchain.pem",
+                "certificate_key": "/etc/zccp/tls/key.pem",
+            },
+        },
+        "model_store_remote": True,
+        "model_store_archives": [archive.item("/srv/archives") for archive in archives],
+        "nginx_certificate": str(files / "fleet.pem"),
+        "nginx_certificate_key": str(files / "fleet-key.pem"),
+        "redis_password": REDIS_PASSWORD,
+        "redis_maxmemory_mb": 64,
+    }
+    (folder / "key").write_text(str(values["application_probe_key"]))
+    if not environments.exists():
+        make_environments(folder / "first", shared, values, environments)
+    shared[environments] = ENVIRONMENTS
+    (folder / "fleet").mkdir()
+    with Fleet((*NODES, FRONT), materials.base(), folder / "fleet", shared) as fleet:
+        materials.certificates(files, [host.address for host in fleet.hosts])
+        yield Operator(fleet, folder, materials.inventory(files, fleet.hosts, values))
+
+
+def make_environments(folder: Path, shared: dict[Path, str], values: dict[str, Any], kept: Path) -> None:
+    """Let the role install the lock's packages on one host, and keep what it made for the hosts of all tests."""
+    folder.mkdir()
+    with Fleet((NODES[0], FRONT), materials.base(), folder, shared) as fleet:
+        files = next(path for path, seen in shared.items() if seen == "/srv/files")
+        materials.certificates(files, [host.address for host in fleet.hosts])
+        done = Operator(fleet, folder, materials.inventory(files, fleet.hosts, values)).play("site.yml")
+        assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+        materials.keep(fleet.hosts[0].tree / ENVIRONMENTS.lstrip("/"), kept)
+
+
+@pytest.fixture(scope="module")
+def installed(operator: Operator) -> Operator:
+    """The fleet after its first ``site.yml``."""
+    done = operator.play("site.yml", zccp_site_batches=["100%"])
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    return operator
+
+
+@contextmanager
+def load(operator: Operator, folder: Path) -> Iterator[dict[str, Any]]:
+    """Clients at the balancer for as long as the context lasts; afterwards the dictionary holds their tally."""
+    url = f"https://{operator.fleet.hosts[-1].address}"
+    command = (sys.executable, "-m", "tests.rollout.load", url, str(folder / "files/ca.pem"), str(folder / "key"))
+    tally: dict[str, Any] = {}
+    with subprocess.Popen(
+        operator.fleet.inside(*command), cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            yield tally
+        finally:
+            out, _ = process.communicate("")
+            tally |= json.loads(out)
+            sys.stdout.write(f"load: {tally}\n")
+
+
+def test_a_second_run_and_a_dry_run_change_nothing(installed: Operator) -> None:
+    for options in ((), ("--check", "--diff")):
+        done = installed.play("site.yml", *options, zccp_site_batches=["100%"])
+        assert done.returncode == 0, done.stdout[-8000:]
+        assert {host: figures["changed"] for host, figures in recap(done).items()} == dict.fromkeys((*NODES, FRONT), 0)
+        assert REDIS_PASSWORD not in done.stdout
+
+
+def test_hosts_are_as_the_roles_say(installed: Operator) -> None:
+    on = installed.fleet.on
+    show = on(NODES[0], "systemctl show zccp.service --property User,Type,NRestarts,WatchdogUSec,ActiveState")
+    assert set(show.split()) == {"User=zccp", "Type=notify", "NRestarts=0", "WatchdogUSec=1min", "ActiveState=active"}
+    score = on(NODES[0], "systemd-analyze security --no-pager zccp.service | tail -1")
+    assert float(re.search(r": (\d+\.\d)", score)[1]) <= 3.0  # type: ignore[index]
+    assert on(NODES[0], "df --output=size -BM /dev/shm | tail -1").strip() == "288M"
+    assert on(NODES[0], "stat -c '%U %a %T' -f /run/zccp_bodies; stat -c '%U %a' /run/zccp_bodies").endswith(
+        "zccp 700\n"
+    )
+    assert "NOAUTH" in on(NODES[0], "redis-cli ping")
+    assert "PONG" in on(NODES[0], f"REDISCLI_AUTH={REDIS_PASSWORD} redis-cli ping")
+    assert on(NODES[0], "stat -c %a /etc/zccp/tls/key.pem /opt/zccp/current/etc/config.yaml").split() == ["600", "640"]
+    listening = on(NODES[0], "ss -Hltn | awk '{print $4}'").split()
+    assert {address for address in listening if not address.startswith(("127.0.0.1", "[::1]"))} <= {
+        "0.0.0.0:22", "[::]:22", "0.0.0.0:443",
+    }  # fmt: skip
+
+
+def test_a_rollout_under_load_loses_no_request(installed: Operator, folder: Path) -> None:
+    with load(installed, folder) as tally:
+        done = installed.play("rollout.yml", application_version=SECOND, zccp_rollout_batches=[1, "50%"])
+    assert done.returncode == 0, done.stdout[-8000:]
+    assert installed.releases() == dict.fromkeys(NODES, SECOND)
+    assert installed.drained() == []
+    assert tally["failed"] == []
+    assert tally["requests"] > 20
+
+
+@pytest.mark.parametrize("version", [BROKEN, DEAD])
+def test_a_broken_release_stops_at_the_first_host_and_is_taken_back(
+    installed: Operator, folder: Path, version: str
+) -> None:
+    before = installed.releases()
+    with load(installed, folder) as tally:
+        done = installed.play("rollout.yml", application_version=version, application_health_retries=20)
+    assert done.returncode == 2
+    assert f"{version} failed on {NODES[0]}, which serves {before[NODES[0]]} again" in done.stdout
+    assert set(recap(done)) == {NODES[0]}
+    assert installed.releases() == before
+    assert installed.drained() == []
+    assert tally["failed"] == []
+    assert tally["requests"] > 10
+
+
+def test_going_back_to_an_earlier_release(installed: Operator, folder: Path) -> None:
+    installed.play("rollout.yml", application_version=SECOND, zccp_rollout_batches=["100%"])
+    with load(installed, folder) as tally:
+        done = installed.play("rollback.yml", zccp_to=FIRST, zccp_rollout_batches=[1, "50%"])
+    assert done.returncode == 0, done.stdout[-8000:]
+    assert installed.releases() == dict.fromkeys(NODES, FIRST)
+    assert tally["failed"] == []
+
+
+def test_a_release_that_is_not_there_is_refused(installed: Operator) -> None:
+    before = installed.releases()
+    done = installed.play("rollback.yml", zccp_to="0.0.1")
+    assert done.returncode == 2
+    assert "gpu1 has no release 0.0.1; install it with rollout.yml" in done.stdout
+    assert installed.releases() == before
+
+
+def test_status_is_one_line_a_host(installed: Operator) -> None:
+    done = installed.play("status.yml")
+    assert done.returncode == 0
+    lines = re.findall(r"(gpu\d release=\S+ status=ready)\s+running=\d+ waiting=\d+ free_pages=(\d+)/\2", done.stdout)
+    assert len(lines) == len(NODES)
+
+
+def test_a_support_bundle_holds_no_secret(installed: Operator, folder: Path) -> None:
+    done = installed.play("support_bundle.yml", zccp_bundles=str(folder / "bundles"))
+    assert done.returncode == 0, done.stdout[-4000:]
+    key = (folder / "key").read_text()
+    for name in NODES:
+        with tarfile.open(folder / "bundles" / f"{name}.tar.gz") as tar:
+            texts = {member.name: tar.extractfile(member).read().decode() for member in tar if member.isfile()}  # type: ignore[union-attr]
+        assert {"./doctor.txt", "./journal.txt", "./configuration.txt", "./health.txt"} <= set(texts)
+        assert '"status":"ready"' in texts["./health.txt"].replace(" ", "")
+        for text in texts.values():
+            assert key not in text
+            assert REDIS_PASSWORD not in text
+            assert "write down the numbers" not in text
