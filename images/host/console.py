@@ -1,0 +1,43 @@
+"""The console: name, address and health of the host above the prompt, for whoever stands before it.
+
+Owns the text. Shows no secret and lets nobody in.
+"""
+
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+ISSUE = Path("/run/issue.d/50-zccp.issue")
+PAUSE_S = 5.0
+
+
+def show() -> None:
+    """Keep the text true for as long as the process lives."""
+    told = ""
+    while True:
+        text = f"zccp on {socket.gethostname()}: {_health()}\nhttps://\\4/  version {_version()}\n\n"
+        if text != told:
+            ISSUE.parent.mkdir(exist_ok=True)
+            ISSUE.write_text(text)
+            print(text.strip(), flush=True)
+            subprocess.run(["agetty", "--reload"], check=False)
+            told = text
+        time.sleep(PAUSE_S)
+
+
+def _health() -> str:
+    try:
+        with urllib.request.urlopen("http://127.0.0.1:8000/health/ready", timeout=5):
+            return "ready"
+    except urllib.error.HTTPError as error:
+        return f"not ready ({error.code})"
+    except OSError:
+        return "not running; see journalctl -u zccp -u zccp-seed"
+
+
+def _version() -> str:
+    link = Path("/opt/zccp/current")
+    return link.resolve().name if link.exists() else "unknown"

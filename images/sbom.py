@@ -1,0 +1,56 @@
+"""The bill of materials of an image: every Debian package and every Python distribution in its tree, as CycloneDX.
+
+Owns the document. Reads what dpkg and the application's environment say of themselves; alike for equal trees, since its
+number and time come from the recipe.
+"""
+
+import datetime
+import json
+from pathlib import Path
+from uuid import UUID, uuid5
+
+from cyclonedx.model import Property
+from cyclonedx.model.bom import Bom
+from cyclonedx.model.component import Component, ComponentType
+from cyclonedx.output.json import JsonV1Dot6
+from packageurl import PackageURL
+
+from images.debian import entered, in_tree
+from images.recipe import Recipe
+
+_LISTED = (
+    "import importlib.metadata as m, json;"
+    "print(json.dumps(sorted([d.metadata['Name'], d.version] for d in m.distributions())))"
+)
+
+
+def write_sbom(path: Path, tree: Path, recipe: Recipe, variant: str, version: str) -> int:
+    """Write the document; how many components it has.
+
+    Raises:
+        BuildError: the tree does not say what is in it.
+    """
+    with entered(tree):
+        debian = in_tree(tree, ["dpkg-query", "--show", "--showformat", "${Package} ${Version} ${Architecture}\\n"])
+        python = in_tree(tree, ["/opt/zccp/current/bin/python", "-c", _LISTED])
+    components = [
+        _component("deb", name, of, "debian", {"arch": architecture, "distro": recipe.release})
+        for name, of, architecture in (line.split() for line in debian.splitlines())
+    ]
+    components += [_component("pypi", name.lower(), of) for name, of in json.loads(python)]
+    number = uuid5(recipe.seed, f"{variant} {version} {sorted(str(each.purl) for each in components)}")
+    bom = Bom(components=components, serial_number=UUID(str(number)))
+    bom.metadata.timestamp = datetime.datetime.fromtimestamp(recipe.epoch, datetime.UTC)
+    bom.metadata.component = Component(
+        name=f"zccp-{variant}", version=version, type=ComponentType.OPERATING_SYSTEM,
+        properties=[Property(name="zccp:variant", value=variant)],
+    )  # fmt: skip
+    path.write_text(JsonV1Dot6(bom).output_as_string(indent=1) + "\n", encoding="utf-8")
+    return len(components)
+
+
+def _component(
+    kind: str, name: str, version: str, vendor: str | None = None, qualifiers: dict[str, str] | None = None
+) -> Component:
+    url = PackageURL(kind, vendor, name, version, qualifiers)
+    return Component(name=name, version=version, type=ComponentType.LIBRARY, purl=url, bom_ref=str(url))
