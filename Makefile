@@ -4,11 +4,12 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test quick lint lock test-rollout clean
+.PHONY: help setup serve test quick lint lock test-rollout image test-image clean
 
 WORKERS ?= 2
 PYTHON ?= $(shell command -v python3.11 || command -v python3 || echo python3)
 MODEL ?= smollm2-135m
+VARIANT ?= cpu
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
@@ -31,8 +32,14 @@ test: $(DEVELOPMENT) ## run the whole test suite in two processes; make test WOR
 quick: $(DEVELOPMENT) ## run the tests that start no real model and none of the repository checks
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --no-loadscope-reorder -m "not system" --ignore tests/repo
 
-test-rollout: $(DEVELOPMENT) ## install, update, break and roll back a fleet of containers; Debian, root, about 10 minutes
+test-rollout: $(DEVELOPMENT) ## install, update, break and roll back a fleet of containers; Debian, root, up to half an hour
 	ZCCP_TEST_ROLLOUT=1 $(BIN)/python -m pytest tests/rollout
+
+image: $(DEVELOPMENT) ## make a bootable image of the appliance and its signed release in build/image; Debian, root, some minutes
+	$(BIN)/python -m images.build --variant $(VARIANT)
+
+test-image: $(DEVELOPMENT) ## build the cpu image, boot it without KVM, ask, restart, update and break it; Debian, root, long
+	ZCCP_TEST_IMAGE=1 $(BIN)/python -m pytest tests/image
 
 lint: $(DEVELOPMENT) ## run the repository checks: format, types, layers, sizes, documents
 	$(BIN)/python -m pytest tests/repo

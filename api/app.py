@@ -22,7 +22,8 @@ from api.errors import (
     quoted,
 )
 from api.exchange import exchange_of
-from api.ports import Generator, KeyRing, ModelCard, Observer, Quota, TextCodec
+from api.ports import Answers, Generator, KeyRing, ModelCard, Observer, Quota, TextCodec
+from api.routes.answers import answers_route
 from api.routes.chat import chat_route
 from api.routes.completions import completions_route
 from api.routes.health import health_routes
@@ -48,6 +49,7 @@ def create_app(
     observer: Observer,
     settings: ApiSettings,
     clock: Clock | None = None,
+    answers: Answers | None = None,
 ) -> Litestar:
     """An app over the given seams; see ``api.ports`` for what each must do.
 
@@ -60,15 +62,17 @@ def create_app(
         observer: is told of every request, once at its start and once at its end, probes aside.
         settings: bounds and switches.
         clock: the clocks to read; the machine's by default.
+        answers: those that are kept, if any.
     """
     clock = clock or Clock()
-    services = Services(generator, codec, card, keys, quota, observer, settings, clock)
+    services = Services(generator, codec, card, keys, quota, observer, settings, clock, answers)
     app = Litestar(
         route_handlers=[
             *messages_routes(services),
             chat_route(services),
             completions_route(services),
             *models_routes(services),
+            answers_route(services),
             *health_routes(services),
             metrics_route(services),
         ],

@@ -24,6 +24,7 @@ ROUTES = frozenset(
         "/v1/chat/completions",
         "/v1/completions",
         "/v1/models",
+        "/v1/answers/forget",
         MODEL_ROUTE,
         "/health/live",
         "/health/ready",

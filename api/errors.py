@@ -27,9 +27,13 @@ The tree (status; OpenAI type and code; Anthropic type)::
     ├── HandoffError               500  server_error           handoff_failed               api_error
     └── NotReadyError              503  server_error           not_ready                    overloaded_error
 
+What this process or the engine says of its own failures may name files of the host. Clients get those names without the
+folders (``without_folders``); the log has them whole.
+
 503 stands where Anthropic's own service answers 529: the type is the same, and proxies know 503.
 """
 
+import re
 from collections.abc import Iterable
 from enum import StrEnum
 from typing import ClassVar
@@ -37,6 +41,7 @@ from typing import ClassVar
 import msgspec
 
 _QUOTED_CHARACTERS = 64
+_FOLDERS = re.compile(r"[^\s'\"()\[\]<>,;]*/")
 
 
 class Shape(StrEnum):
@@ -239,6 +244,11 @@ def quoted(value: object) -> str:
     return text if len(text) <= _QUOTED_CHARACTERS + 2 else f"{text[:_QUOTED_CHARACTERS]}..."
 
 
+def without_folders(cause: str) -> str:
+    """A cause for clients: of whatever may be a path or an address, only what follows the last slash."""
+    return _FOLDERS.sub("", cause)
+
+
 def shape_of(path: str, headers: Iterable[tuple[bytes, bytes]]) -> Shape:
     """The shape a client expects: Anthropic's for a path only that API has or with an ``anthropic-version`` header.
 
@@ -277,8 +287,9 @@ class _AnthropicBody(msgspec.Struct):
 def error_body(error: ApiError, shape: Shape, request_id: str) -> bytes:
     """The JSON body of a failure, also the payload of an error event in a stream."""
     body: _AnthropicBody | _OpenAIBody
+    message = without_folders(error.message) if error.status >= 500 else error.message
     if shape is Shape.ANTHROPIC:
-        body = _AnthropicBody("error", _AnthropicDetail(error.anthropic_type, error.message), request_id)
+        body = _AnthropicBody("error", _AnthropicDetail(error.anthropic_type, message), request_id)
     else:
-        body = _OpenAIBody(_OpenAIDetail(error.message, error.openai_type, error.param, error.code), request_id)
+        body = _OpenAIBody(_OpenAIDetail(message, error.openai_type, error.param, error.code), request_id)
     return msgspec.json.encode(body)

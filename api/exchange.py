@@ -43,6 +43,7 @@ class Tally:
     model: str = ""
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    created_tokens: int = 0
     completion_tokens: int = 0
     submitted_s: float | None = None
     first_token_s: float | None = None
@@ -165,6 +166,8 @@ class Exchange:
             self._status = message["status"]
             if not self._arrived:
                 await self._discard_body()
+            if self._http1 and (not self._arrived or self._settings.leaving()):
+                self.response_headers.append((b"connection", b"close"))
             message = cast("Message", {**message, "headers": [*message["headers"], *self.response_headers]})
         elif message["type"] == "http.response.body":
             if self._head:
@@ -180,7 +183,7 @@ class Exchange:
             raise ConnectionError(f"a write waited {self._settings.write_timeout_s} s; {CLIENT_STUCK}") from error
 
     async def _discard_body(self) -> None:
-        """Read what is left of the body, within bounds; beyond them the connection must not be used again."""
+        """Read what is left of the body, within bounds; beyond them the connection is not used again."""
         left = DISCARD_BODIES * self._settings.max_body_bytes
         if self.header(b"expect") is None:  # who waits for leave to send has not begun
             try:
@@ -190,8 +193,6 @@ class Exchange:
                         left -= len(message.get("body", b"")) if message["type"] == "http.request" else 0
             except TimeoutError:
                 pass
-        if not self._arrived and self._http1:
-            self.response_headers.append((b"connection", b"close"))
 
     def watch(self) -> None:
         """Begin to watch for the client leaving. To be called once the body has been read."""

@@ -43,6 +43,7 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
 
     ``deadline_s`` is a duration from submission, in seconds; None leaves it to the appliance's configuration.
     ``whole``: nobody reads ids before a choice has ended, so they may all come then.
+    ``keep_prefix``: the client expects to send a prompt that begins like this one again.
     """
 
     request_id: str
@@ -54,6 +55,7 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     deadline_s: float | None = None
     traceparent: str | None = None
     whole: bool = False
+    keep_prefix: bool = False
 
 
 class TokenLogprob(Struct, frozen=True):
@@ -76,14 +78,16 @@ class Finished(Struct, frozen=True):
     """The last event of one choice.
 
     ``stop_token_id`` is the id that ended it when ``reason`` is ``stop`` (it is not among the ``Tokens``);
-    ``cached_tokens`` counts prompt ids whose keys and values were reused; ``error`` says what failed when ``reason``
-    is ``error``. ``queue_s``, ``prefill_s`` and ``decode_s`` follow one another from submission on, in seconds.
+    ``cached_tokens`` counts prompt ids whose keys and values were reused, ``created_tokens`` those that were computed
+    and can be reused by others now; ``error`` says what failed when ``reason`` is ``error``. ``queue_s``, ``prefill_s``
+    and ``decode_s`` follow one another from submission on, in seconds.
     """
 
     choice: int
     reason: FinishReason
     stop_token_id: int | None = None
     cached_tokens: int = 0
+    created_tokens: int = 0
     error: str = ""
     queue_s: float = 0.0
     prefill_s: float = 0.0
@@ -123,8 +127,19 @@ class Generator(Protocol):
         ...
 
 
+class Answers(Protocol):
+    """Answers that are kept to be given again."""
+
+    def forget(self, tenant: str) -> None:
+        """Give nothing again of what the tenant has asked before now."""
+        ...
+
+
 class EngineStatus(Struct, frozen=True, kw_only=True):
-    """What a worker knows of the engine; ``state`` other than ``ready`` comes with a reason for people."""
+    """What a worker knows of the engine; ``state`` other than ``ready`` comes with a reason for people.
+
+    ``cached_pages`` are among the free ones; ``hit_rate`` is the share of prompt ids reused since the start, 0 to 1.
+    """
 
     state: Literal["starting", "ready", "draining", "lost"]
     reason: str = ""
@@ -132,6 +147,8 @@ class EngineStatus(Struct, frozen=True, kw_only=True):
     waiting: int = 0
     free_pages: int = 0
     total_pages: int = 0
+    cached_pages: int = 0
+    hit_rate: float = 0.0
     last_step_age_s: float = 0.0
 
 

@@ -29,7 +29,7 @@ class Ask(Struct, frozen=True, kw_only=True):
     """What a request wants of each of its prompts, the same for all APIs.
 
     ``max_tokens`` None means what is left of the context, 0 asks for no token at all; ``sampling.max_tokens`` is filled
-    in from it.
+    in from it. ``keep_prefix`` as in ``api.ports.GenerationRequest``.
     """
 
     model: str
@@ -38,6 +38,7 @@ class Ask(Struct, frozen=True, kw_only=True):
     num_choices: int = 1
     stops: tuple[str, ...] = ()
     include_stop: bool = False
+    keep_prefix: bool = False
 
 
 class Entry(Struct, frozen=True):
@@ -164,6 +165,7 @@ class Run:
                     continue
                 if event.choice == 0:
                     self._exchange.tally.cached_tokens += event.cached_tokens
+                    self._exchange.tally.created_tokens += event.created_tokens
                     if index == 0:
                         self._exchange.was_in_engine(event)
                 delta, end = choice.finish(event)
@@ -272,6 +274,7 @@ async def start(
             num_choices=ask.num_choices,
             traceparent=exchange.trace.traceparent,
             whole=not stream and not ask.stops,
+            keep_prefix=ask.keep_prefix,
         )
         generations.append(await _submit(services.generator, request))
     return run

@@ -6,7 +6,7 @@ Owns nothing; holds what ``create_app`` was given so that routes take one argume
 from dataclasses import dataclass
 
 from api.errors import NotReadyError, UnknownModelError, quoted
-from api.ports import Generator, KeyRing, ModelCard, Observer, Quota, TextCodec
+from api.ports import Answers, Generator, KeyRing, ModelCard, Observer, Quota, TextCodec
 from api.settings import ApiSettings, Clock
 
 
@@ -22,6 +22,7 @@ class Services:
     observer: Observer
     settings: ApiSettings
     clock: Clock
+    answers: Answers | None = None
 
     def require_model(self, name: str) -> None:
         """Refuse a name that is neither the served model's nor one of its aliases.

@@ -36,6 +36,8 @@ class ApiSettings(Struct, frozen=True, kw_only=True):
     - ``max_choices`` bounds prompts times ``n`` of one request.
     - ``cors_origins`` lists the browser origins that may call; ``*`` allows any, none is the default.
     - ``draining`` says whether the process has been told to stop: ready turns 503, new requests are refused.
+    - ``leaving`` says whether another process takes the connections from now on: requests are answered as ever, and
+      answers over HTTP/1 tell the client to open a new connection for the next one.
     """
 
     max_body_bytes: int = 16 * 1024 * 1024
@@ -47,6 +49,7 @@ class ApiSettings(Struct, frozen=True, kw_only=True):
     max_choices: int = 64
     cors_origins: tuple[str, ...] = ()
     draining: Callable[[], bool] = _never
+    leaving: Callable[[], bool] = _never
 
     def __post_init__(self) -> None:
         for name in (

@@ -19,8 +19,11 @@ from appliance.config import ApplianceConfig
 class Assignment(Struct, frozen=True, kw_only=True):
     """One child's part in this run.
 
+    ``index`` is the place that the child takes: of a worker, which share of the segments is its own and under which
+    name it counts; there is one place more than workers, so that the next one can start before the last one has ended.
     ``port`` is the one in use, also where the configuration asks for any. ``notify_fd`` is the pipe for ``Notice``
-    lines. ``epoch`` rises with each engine start.
+    lines, ``listeners`` are a worker's listening sockets: the one at the port and, if there is one, that for nginx.
+    ``epoch`` rises with each engine start.
     """
 
     role: Literal["worker", "engine"]
@@ -34,6 +37,7 @@ class Assignment(Struct, frozen=True, kw_only=True):
     metrics: str
     model: str
     config: ApplianceConfig
+    listeners: tuple[int, ...] = ()
 
     @property
     def stride_bytes(self) -> int:

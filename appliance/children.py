@@ -8,12 +8,12 @@ waits for one that lives, never logs.
 import os
 import selectors
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 from appliance.assignment import Assignment, Notice, read_notices, write_assignment
-from appliance.host.process import DUMP_SIGNAL, ending
+from appliance.host.process import DUMP_SIGNAL, RETIRE_SIGNAL, ending, resident_bytes
 from appliance.supervision import Backoff, Silence
 
 DUMP_S = 1.0
@@ -32,18 +32,21 @@ class Child:
         command: tuple[str, ...],
         environment: Mapping[str, str],
         selector: selectors.BaseSelector,
+        door: int = 0,
     ) -> None:
         """Prepare; ``start`` begins the first life.
 
         Args:
             role: what the child is.
-            index: which of its role.
+            index: its place; no two that live at the same time have the same.
             command: how it is started; the path of its assignment is appended.
             environment: its environment.
             selector: hears of notices and of the end; the key's data is this object.
+            door: whose listening sockets it serves; passes on to the worker that replaces it.
         """
         self.role: Role = role
         self.index = index
+        self.door = door
         self.name = f"{role}-{index}" if role == "worker" else role
         self.restarts = 0
         self.last = Notice(state="starting")
@@ -61,23 +64,36 @@ class Child:
         self._start_s: float | None = None
         self._kill_s: float | None = None
         self._doom = ""
+        self._weight = 0
 
     @property
     def is_alive(self) -> bool:
         """Whether there is a process, as far as is known."""
         return self._process is not None
 
+    def weigh(self) -> tuple[int, int]:
+        """Memory of the process now and when it was first weighed in its life; to be called once it is ready."""
+        now = resident_bytes(self._process.pid) if self._process is not None else 0
+        self._weight = self._weight or now
+        return now, self._weight
+
     @property
     def wake_s(self) -> float:
         """When something is to be done with it at the latest: a start or the end of a grace; infinite for nothing."""
         return min((when for when in (self._start_s, self._kill_s) if when is not None), default=float("inf"))
 
-    def start(self, assign: Callable[[int], Assignment], folder: Path) -> None:
+    @property
+    def is_planned(self) -> bool:
+        """Whether it is to be started again."""
+        return self._start_s is not None
+
+    def start(self, assign: Callable[[int], Assignment], folder: Path, sockets: Sequence[int] = ()) -> None:
         """Begin a life.
 
         Args:
             assign: makes the assignment, given the descriptor of the notices' pipe.
             folder: where the assignment is written, under the child's name.
+            sockets: descriptors of listening sockets, which the child gets under the same numbers.
 
         Raises:
             OSError: the system gives no process, pipe or file; nothing is left behind.
@@ -94,7 +110,7 @@ class Child:
                 env=self._environment,
                 stdin=subprocess.DEVNULL,
                 stdout=2,
-                pass_fds=(write,),
+                pass_fds=(write, *sockets),
                 process_group=0,
             )
             pidfd = os.pidfd_open(process.pid)
@@ -110,7 +126,7 @@ class Child:
         self.last, self.ready_since_s = Notice(state="starting"), None
         self._buffer.clear()
         self._silence, self._heard = Silence(), False
-        self._kill_s, self._doom = None, ""
+        self._kill_s, self._doom, self._weight = None, "", 0
         self._selector.register(self._pidfd, selectors.EVENT_READ, self)
         self._selector.register(self._notices, selectors.EVENT_READ, self)
 
@@ -155,6 +171,12 @@ class Child:
         if self._process is not None and self._kill_s is not None and now_s >= self._kill_s:
             self._kill_s = None
             self._process.kill()
+
+    def retire(self) -> None:
+        """Ask a living worker to take no more connections and to end with its last answer; it is not started again."""
+        self._start_s = None
+        if self._process is not None:
+            self._process.send_signal(RETIRE_SIGNAL)
 
     def terminate(self) -> None:
         """Ask a living process to end; it is not started again."""

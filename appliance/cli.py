@@ -19,6 +19,7 @@ from appliance.progress import ProgressView
 from appliance.verbs import Misuse, Verbs, configured, load_config, show, table, verb
 
 if TYPE_CHECKING:
+    from appliance.config import ApplianceConfig
     from planner.build import BuildReport
 
 
@@ -36,14 +37,18 @@ def main() -> None:
 @click.option("--programs", help="Folder of programs that another host built; default: those built here.")
 @verb
 def serve(config_file: Path | None, as_json: bool, model: str | None, programs: str | None, **server: Any) -> None:
-    """Serve the configured model until Ctrl-C or SIGTERM."""
+    """Serve the configured model until Ctrl-C or SIGTERM; SIGHUP reads the configuration again."""
     from appliance.lifecycle import serve as run  # noqa: PLC0415
     from appliance.model.library import ModelLibrary  # noqa: PLC0415
     from appliance.release import adopt  # noqa: PLC0415
     from appliance.telemetry import configure_logging  # noqa: PLC0415
 
     given = {"server": server, "model": {"reference": model}, "programs": {"directory": programs}}
-    config = adopt(load_config(config_file, **given))
+
+    def read() -> "ApplianceConfig":
+        return adopt(load_config(config_file, **given))
+
+    config = read()
     configure_logging(config.log.level, "main")
     with ProgressView() as progress:
         folder = ModelLibrary(config.home).ensure(config.model.reference, progress.update)
@@ -53,7 +58,7 @@ def serve(config_file: Path | None, as_json: bool, model: str | None, programs: 
         if as_json:
             click.echo(json.dumps({"ready": True, "url": line.rpartition(" ")[2]}))
 
-    sys.exit(run(config, folder, announce=announce))
+    sys.exit(run(config, folder, announce=announce, reread=read))
 
 
 @main.command()
@@ -159,7 +164,8 @@ def doctor(config_file: Path | None, as_json: bool) -> None:
     """Check this installation; exit 1 if something is wrong."""
     from dataclasses import asdict  # noqa: PLC0415
 
-    from appliance.doctor import examine, lines  # noqa: PLC0415
+    from appliance.doctor import examine  # noqa: PLC0415
+    from appliance.findings import lines  # noqa: PLC0415
 
     findings = examine(load_config(config_file))
     if as_json:
@@ -354,19 +360,22 @@ def chat(as_json: bool, key_file: Any, **options: Any) -> None:
 @configured
 @click.option("--reference", is_flag=True, help="Show every key with its type, default and meaning instead.")
 @click.option("--nginx", is_flag=True, help="Print the configuration of the nginx in front instead.")
+@click.option("--nginx-fleet", is_flag=True, help="Print that of the nginx in front of the nodes of a fleet instead.")
 @click.option("--host", help="With --nginx: address that nginx listens on.")
 @click.option("--port", type=int, help="With --nginx: its TCP port.")
 @click.option("--certificate", help="With --nginx: PEM file of the certificate chain.")
 @click.option("--certificate-key", help="With --nginx: PEM file of its private key.")
 @verb
-def config(config_file: Path | None, reference: bool, nginx: bool, as_json: bool, **proxy: Any) -> None:
+def config(
+    config_file: Path | None, reference: bool, nginx: bool, nginx_fleet: bool, as_json: bool, **proxy: Any
+) -> None:
     """Check the configuration and show the values in force."""
-    if any(value is not None for value in proxy.values()) and not nginx:
+    if any(value is not None for value in proxy.values()) and not (nginx or nginx_fleet):
         raise Misuse("--host, --port, --certificate and --certificate-key need --nginx", as_json=as_json)
-    if nginx:
-        from appliance.nginx import nginx_config  # noqa: PLC0415
+    if nginx or nginx_fleet:
+        from appliance.nginx import fleet_config, nginx_config  # noqa: PLC0415
 
-        text = nginx_config(load_config(config_file, proxy=proxy))
+        text = (fleet_config if nginx_fleet else nginx_config)(load_config(config_file, proxy=proxy))
         click.echo(json.dumps({"nginx": text}) if as_json else text, nl=as_json)
         return
     if reference:

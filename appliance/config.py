@@ -1,19 +1,20 @@
 """ApplianceConfig: everything an operator can choose, read once from one YAML file and the environment.
 
-Owns the sections, their defaults, the file's syntax and the names of the environment variables; it is the only module
-that reads the environment. Every rule is checked before anything starts (``appliance.config_rules``). Never imports
-jax.
+Owns the sections, their defaults and the names of the environment variables; it is the only module that reads the
+environment. Every rule is checked before anything starts (``appliance.config_rules``). Never imports jax.
 """
 
 import os
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
-import yaml
 from msgspec import Meta, Struct, field
 
+from appliance.config_cache import CacheConfig
+from appliance.config_file import parse
+from appliance.config_fleet import FleetConfig
 from appliance.config_proxy import ProxyConfig, with_absolute_paths
 from appliance.config_rules import ConfigError, rule_problems, shape_problems
 from appliance.host.segments import SEGMENT_TOKENS
@@ -43,6 +44,9 @@ class ServerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     keepalive_s: Annotated[float, _number(0.05, 600, "Pause in a stream after which a keep-alive is sent, s.")] = 15.0
     write_timeout_s: Annotated[float, _number(0.1, 3600, "Time a client may leave a stream unread, s.")] = 60.0
     drain_s: Annotated[float, _number(0, 3600, "Time that running requests get after SIGTERM, s.")] = 30.0
+    worker_timeout_s: Annotated[
+        float, _number(0, 86_400, "Silence after which a ready worker counts as hung and is replaced, s; 0 = never.")
+    ] = 20.0
     cors_origins: Annotated[tuple[str, ...], _text("Origins that browsers may call from; empty = none.")] = ()
     request_timeout_s: Annotated[float, _number(0, 86400, "Longest a request may take, s; 0 = no bound.")] = 0.0
 
@@ -55,21 +59,6 @@ class GpuConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Annotated[int, _number(256, 4_194_304, "Most memory of a GPU, MiB; empty = what its target has.")] | None
     ) = None
     paged_attention_page_size: Annotated[int, _number(64, 2048, "Page size in bytes of ids, 4 a token.")] | None = None
-
-
-class CacheConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Reuse across requests. What is marked so is accepted and checked, and not yet active in this version."""
-
-    known_ids_mb: Annotated[
-        float, _number(0, 4096, "Memory of a worker for ids of long texts, which are then not made again, MiB.")
-    ] = 32.0
-
-    redis_url: Annotated[str, _text("Redis of the fingerprint index; empty = none. Not yet active.")] = ""
-    csf_minhash_hashes: Annotated[Literal[128, 256], _text("Hash values of a fingerprint. Not yet active.")] = 128
-    warmup_enabled: Annotated[bool, _text("Publish the start of a new prompt early. Not yet active.")] = False
-    csf_mask_patterns: Annotated[
-        tuple[str, ...], _text("Names of volatile fields, masked before hashing. Not yet active.")
-    ] = ()
 
 
 class SharedMemoryConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -188,6 +177,7 @@ class ApplianceConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     server: ServerConfig = ServerConfig()
     proxy: ProxyConfig = ProxyConfig()
+    fleet: FleetConfig = FleetConfig()
     gpu: GpuConfig = GpuConfig()
     cache: CacheConfig = CacheConfig()
     shared_memory: SharedMemoryConfig = SharedMemoryConfig()
@@ -214,6 +204,17 @@ class ApplianceConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def keys_file(self) -> Path:
         """The file of hashed keys."""
         return Path(self.auth.keys_file)
+
+    @property
+    def num_segments(self) -> int:
+        """Segments that there are: those that serve, and a worker's share more for the next one that takes over."""
+        count, workers = self.shared_memory.segment_count, self.server.workers
+        return count + -(-count // workers)
+
+    @property
+    def segment_bytes(self) -> int:
+        """Memory of all segments."""
+        return self.num_segments * self.shared_memory.segment_size_kb * 1024
 
     @property
     def max_body_bytes(self) -> int:
@@ -256,29 +257,6 @@ def load(path: Path | None = None, overrides: Mapping[str, Mapping[str, object]]
         given = SYSTEM_CONFIG
     data = parse(given) if given is not None else {}
     return build(data, overrides or {})
-
-
-def parse(path: Path) -> dict[str, object]:
-    """The mapping in a YAML file; an empty file is an empty mapping.
-
-    Raises:
-        ConfigError: it cannot be read, is no YAML mapping, or names a key twice.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError([f"{path}: {getattr(error, 'strerror', None) or error}"]) from error
-    try:
-        data = yaml.load(text, Loader=_UniqueKeyLoader)  # noqa: S506 - a SafeLoader that refuses duplicates
-    except yaml.YAMLError as error:
-        raise ConfigError([f"{path}: {_yaml_problem(error)}"]) from None
-    except RecursionError:
-        raise ConfigError([f"{path} is nested too deeply; sections hold keys, and keys hold plain values"]) from None
-    if data is None:
-        return {}
-    if not isinstance(data, dict):
-        raise ConfigError([f"{path} holds a {type(data).__name__}; it must be a mapping of sections"])
-    return data
 
 
 def build(data: Mapping[str, object], overrides: Mapping[str, Mapping[str, object]]) -> ApplianceConfig:
@@ -402,50 +380,6 @@ def training_environment() -> dict[str, str]:
         "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false --xla_cpu_parallel_codegen_split_count=1",
         "TF_CPP_MIN_LOG_LEVEL": "3",
     }
-
-
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """A safe loader that refuses a key given twice, which YAML would silently resolve to the last.
-
-    What looks like a number or a date and is none is a ``yaml.YAMLError`` with its line, not the error of the type.
-    """
-
-    def construct_object(self, node: yaml.Node, deep: bool = False) -> object:
-        """One value.
-
-        Raises:
-            yaml.YAMLError: it is not what its form or its tag promises.
-        """
-        try:
-            return super().construct_object(node, deep)
-        except (ValueError, AttributeError) as error:
-            kind = node.tag.rpartition(":")[2]
-            problem = f"a value that looks like {kind} is not one; correct it, or put text in quotes"
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from error
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
-        """One mapping.
-
-        Raises:
-            yaml.YAMLError: a key appears twice, or is a list or a mapping.
-        """
-        seen: dict[object, int] = {}
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            line = key_node.start_mark.line + 1
-            if not isinstance(key, Hashable):
-                raise yaml.YAMLError(f"the key on line {line} is no plain value; it must be the name of a key")
-            if key in seen:
-                raise yaml.YAMLError(f"key {key!r} on line {line} was already given on line {seen[key]}")
-            seen[key] = line
-        return super().construct_mapping(node, deep)
-
-
-def _yaml_problem(error: yaml.YAMLError) -> str:
-    """What is wrong and where, without quoting the file, which may hold secrets."""
-    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        return f"line {error.problem_mark.line + 1}: {error.problem or error.context or 'not YAML'}"
-    return str(error)
 
 
 def _inherited() -> dict[str, str]:

@@ -17,7 +17,10 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Struct, inspect
 
+from appliance.config_cache import cache_problem, without_secrets
+from appliance.config_fleet import fleet_problem
 from appliance.config_proxy import proxy_problem
+from appliance.host.process import most_open_files
 from appliance.host.segments import MIN_STRIDE_BYTES, SHARED_MEMORY
 
 if TYPE_CHECKING:
@@ -27,8 +30,12 @@ _SECRET_OF_URL = re.compile(r"//([^/@]*)@")
 
 MAX_CHOICES = 8
 """Most choices of one request, each of which needs a segment of one worker."""
-MIN_STEP_TIMEOUT_S = 1.0
-"""Least silence after which an engine may count as hung."""
+PROXY_IDLE_CONNECTIONS = 1024
+"""Connections that nginx may keep without a request on them, beside those that ``server.max_connections`` allows."""
+OWN_FILES = 128
+"""Files that a worker has open without any connection, and some to spare."""
+MIN_SILENCE_S = 1.0
+"""Least silence after which a process may count as hung."""
 
 
 class ConfigError(ValueError):
@@ -52,7 +59,11 @@ def rule_problems(config: "ApplianceConfig") -> list[str]:
 
 
 def host_problems(
-    config: "ApplianceConfig", *, keys_present: bool, free_bytes: Callable[[Path], int] | None = None
+    config: "ApplianceConfig",
+    *,
+    keys_present: bool,
+    free_bytes: Callable[[Path], int] | None = None,
+    most_files: Callable[[], int] = most_open_files,
 ) -> list[str]:
     """What this host does not offer or must not do with this configuration.
 
@@ -60,15 +71,23 @@ def host_problems(
         config: a checked configuration.
         keys_present: whether a file of keys exists.
         free_bytes: free space of a file system; the default asks the system.
+        most_files: files that a worker may have open at most; the default asks the system.
     """
     problems: list[str] = []
     memory = config.shared_memory
-    wanted = memory.segment_count * memory.segment_size_kb * 1024
+    wanted = config.segment_bytes
     free = (free_bytes or _free_bytes)(SHARED_MEMORY)
     if wanted > free:
         problems.append(
-            f"shared_memory: {memory.segment_count} segments of {memory.segment_size_kb} KiB need {wanted >> 20} MiB"
+            f"shared_memory: {memory.segment_count} segments of {memory.segment_size_kb} KiB, and a spare share of"
+            f" {config.num_segments - memory.segment_count} for reloads, need {wanted >> 20} MiB"
             f" and {SHARED_MEMORY} has {free >> 20} MiB free; lower segment_count or enlarge the file system"
+        )
+    files, most = open_files(config), most_files()
+    if files > most:
+        problems.append(
+            f"server.max_connections {config.server.max_connections} needs {files} open files in a worker and the"
+            f" system allows {most}; raise the hard limit (LimitNOFILE= of the service, or ulimit -Hn), or lower it"
         )
     hosts = {"server.host": config.server.host} | ({"proxy.host": config.proxy.host} if config.proxy.directory else {})
     reachable = next((key for key, host in hosts.items() if not is_loopback(host)), None)
@@ -84,6 +103,13 @@ def host_problems(
             " or leave the endpoint out"
         )
     return problems
+
+
+def open_files(config: "ApplianceConfig") -> int:
+    """Files that a worker may come to hold open: connections, nginx's too with a body each, and what it has anyway."""
+    server = config.server
+    through_nginx = 2 * server.max_connections + PROXY_IDLE_CONNECTIONS if config.proxy.directory else 0
+    return OWN_FILES + max(1, server.max_connections // server.workers) + through_nginx
 
 
 def _is_installed(package: str) -> bool:
@@ -233,13 +259,17 @@ def _prefill_chunk(config: "ApplianceConfig") -> str | None:
     return None
 
 
-def _step_timeout(config: "ApplianceConfig") -> str | None:
-    timeout_s = config.engine.step_timeout_s
-    if 0 < timeout_s < MIN_STEP_TIMEOUT_S:
-        return (
-            f"engine.step_timeout_s is {timeout_s:g}; it must be 0 or at least {MIN_STEP_TIMEOUT_S:g}, since a healthy"
-            " engine gives a sign of life about twice a second"
-        )
+def _timeouts(config: "ApplianceConfig") -> str | None:
+    given = {
+        "engine.step_timeout_s": config.engine.step_timeout_s,
+        "server.worker_timeout_s": config.server.worker_timeout_s,
+    }
+    for key, timeout_s in given.items():
+        if 0 < timeout_s < MIN_SILENCE_S:
+            return (
+                f"{key} is {timeout_s:g}; it must be 0 or at least {MIN_SILENCE_S:g}, since a healthy process gives a"
+                " sign of life about twice a second"
+            )
     return None
 
 
@@ -249,22 +279,12 @@ def _log_prompts(config: "ApplianceConfig") -> str | None:
     return None
 
 
-def _redis_url(config: "ApplianceConfig") -> str | None:
-    url = config.cache.redis_url
-    try:
-        right = not url or urlsplit(url).scheme in ("redis", "rediss", "unix")
-    except ValueError:
-        right = False
-    return None if right else "cache.redis_url must begin with redis://, rediss:// or unix://"
+def _fleet(config: "ApplianceConfig") -> str | None:
+    return fleet_problem(config.fleet)
 
 
-def _mask_patterns(config: "ApplianceConfig") -> str | None:
-    for place, pattern in enumerate(config.cache.csf_mask_patterns):
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            return f"cache.csf_mask_patterns[{place}] is {pattern!r}, no regular expression: {error}"
-    return None
+def _cache(config: "ApplianceConfig") -> str | None:
+    return cache_problem(config.cache)
 
 
 def _host(config: "ApplianceConfig") -> str | None:
@@ -343,13 +363,13 @@ def _proxy(config: "ApplianceConfig") -> str | None:
 
 
 _RULES: tuple[Callable[["ApplianceConfig"], str | None], ...] = (
-    _host, _origins, _segment_size, _segments_per_worker, _page_size, _prefill_chunk, _step_timeout, _redis_url,
-    _mask_patterns, _reference, _aliases, _log_prompts, _paths, _collector, _proxy,
+    _host, _origins, _segment_size, _segments_per_worker, _page_size, _prefill_chunk, _timeouts, _cache,
+    _reference, _aliases, _log_prompts, _paths, _collector, _proxy, _fleet,
 )  # fmt: skip
 
 
 def plain(config: "ApplianceConfig") -> dict[str, object]:
     """The configuration as plain data with the password of the Redis URL hidden."""
     data: dict[str, dict[str, object]] = msgspec.to_builtins(config)
-    data["cache"]["redis_url"] = _SECRET_OF_URL.sub("//***@", str(data["cache"]["redis_url"]))
+    data["cache"]["redis_url"] = without_secrets(config.cache.redis_url)
     return dict(data)

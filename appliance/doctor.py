@@ -1,38 +1,23 @@
 """Checks of an installation, each one line: what was looked at, what was found, what to do.
 
-Owns the list of checks. Reads the host, the configuration and the stores; changes nothing. What it cannot judge in this
-version is listed as not checked rather than left out.
+Owns the list of checks of what is installed; the known failures of what runs are in ``appliance.diagnosis``. Reads the
+host, the configuration and the stores; changes nothing. What it cannot judge in this version is listed as not checked
+rather than left out.
 """
 
 import errno
 import platform
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from importlib import metadata
-from typing import Literal
 
 from appliance.config import ApplianceConfig
 from appliance.config_rules import host_problems
+from appliance.findings import Finding
 from appliance.keys import KeyFileError, read
 from pallas_kernels.kv_layout import BASE_BITS
 
-State = Literal["ok", "failed", "not checked"]
-
-NOT_CHECKED = (
-    ("gpu", "drivers, memory and clocks of GPUs"),
-    ("redis", "the fingerprint index"),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One check: its name, how it ended, what was seen and, where it failed, what to do."""
-
-    name: str
-    state: State
-    evidence: str
-    remedy: str = ""
+NOT_CHECKED = (("gpu", "drivers and clocks of GPUs"),)
 
 
 Check = Callable[[ApplianceConfig], Finding]
@@ -46,8 +31,19 @@ def examine(config: ApplianceConfig) -> list[Finding]:
             findings.append(check(config))
         except Exception as error:  # noqa: BLE001 - a check that cannot run is a finding, not the end
             findings.append(Finding(name, "failed", str(error) or type(error).__name__, "see the message"))
+    findings += _failures(config)
     findings += [Finding(name, "not checked", f"{what}: not in this version") for name, what in NOT_CHECKED]
     return findings
+
+
+def _failures(config: ApplianceConfig) -> list[Finding]:
+    """The known failures of an appliance that serves."""
+    from appliance.diagnosis import diagnose, look  # noqa: PLC0415 - reads httpx and redis
+
+    try:
+        return list(diagnose(config, look(config)))
+    except Exception as error:  # noqa: BLE001 - as with the other checks
+        return [Finding("service", "failed", str(error) or type(error).__name__, "see the message")]
 
 
 def _python(_: ApplianceConfig) -> Finding:
@@ -77,9 +73,7 @@ def _host(config: ApplianceConfig) -> Finding:
     problems = host_problems(config, keys_present=config.keys_file.exists())
     if problems:
         return Finding("host", "failed", problems[0], "; ".join(problems[1:]) or "see the message")
-    memory = config.shared_memory
-    size_mb = memory.segment_count * memory.segment_size_kb >> 10
-    return Finding("host", "ok", f"{memory.segment_count} segments, {size_mb} MiB of shared memory fit")
+    return Finding("host", "ok", f"{config.num_segments} segments, {config.segment_bytes >> 20} MiB of memory, fit")
 
 
 def _port(config: ApplianceConfig) -> Finding:
@@ -197,10 +191,3 @@ _CHECKS: tuple[tuple[str, Check], ...] = (
     ("model", _model),
     ("programs", _programs),
 )
-
-
-def lines(findings: list[Finding]) -> Iterator[str]:
-    """The findings for people, a line each."""
-    for finding in findings:
-        remedy = f" -> {finding.remedy}" if finding.remedy else ""
-        yield f"{finding.state:<12} {finding.name:<9} {finding.evidence}{remedy}"

@@ -285,6 +285,8 @@ class Engine:
             waiting_tokens=scheduler.num_waiting_tokens,
             free_pages=scheduler.pool.num_free,
             total_pages=scheduler.pool.num_pages,
+            cached_pages=scheduler.pool.num_cached,
+            reuse=scheduler.reuse,
             last_step_s=self._clock(),
         )
         self._gateway.report(report)
@@ -343,6 +345,7 @@ def _finished(sequence: Sequence, now_s: float) -> Finished:
         error=sequence.error,
         prompt_len=sequence.prompt_len,
         cached_tokens=sequence.cached_tokens,
+        created_tokens=sequence.created_tokens,
         queue_s=(now_s if slot_s is None else slot_s) - sequence.arrival_s,
         prefill_s=0.0 if slot_s is None else (now_s if first_s is None else first_s) - slot_s,
         decode_s=0.0 if first_s is None else now_s - first_s,

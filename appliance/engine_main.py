@@ -102,8 +102,9 @@ def run(assignment: Assignment, build: BuildEngine) -> int:
     configure_logging(assignment.config.log.level, assignment.name)
     count_as(assignment.name)
     try:
-        memory = assignment.config.shared_memory
-        segments = SegmentFile.attach(Path(assignment.segments_file), memory.segment_count, assignment.stride_bytes)
+        segments = SegmentFile.attach(
+            Path(assignment.segments_file), assignment.config.num_segments, assignment.stride_bytes
+        )
         gateway = EngineGateway(
             Path(assignment.socket), segments, assignment.epoch, pulse=lambda: send_pulse(assignment.notify_fd)
         )

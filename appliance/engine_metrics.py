@@ -9,6 +9,7 @@ from typing import Literal
 from appliance.engine_ports import EngineReport
 from appliance.telemetry import Metrics
 from planner.buckets import Bucket, Phase
+from planner.prefixes import ReuseCounts
 
 
 class EngineObserver:
@@ -20,6 +21,7 @@ class EngineObserver:
         self._steps = {phase: metrics.steps.labels(str(phase)) for phase in Phase}
         self._rows = {phase: metrics.step_rows.labels(str(phase)) for phase in Phase}
         self._predictions = {source: metrics.predictions.labels(source) for source in ("lstm", "baseline")}
+        self._counted = ReuseCounts()
         self._trainings = {outcome: metrics.prediction_trainings.labels(outcome) for outcome in ("done", "failed")}
 
     def launched(self, bucket: Bucket, rows: int, tokens: int) -> None:  # noqa: ARG002 - tokens are counted by step
@@ -49,6 +51,14 @@ class EngineObserver:
         metrics.pages_used.set(used)
         metrics.pages_total.set(total)
         metrics.pages_ratio.set(used / total if total else 0.0)
+        metrics.pages_cached.set(report.cached_pages)
+        now, before, self._counted = report.reuse, self._counted, report.reuse
+        if now.reused_tokens > before.reused_tokens:
+            metrics.reused_tokens.inc(now.reused_tokens - before.reused_tokens)
+        if now.joins > before.joins:
+            metrics.joins.inc(now.joins - before.joins)
+        if now.evictions > before.evictions:
+            metrics.evictions.inc(now.evictions - before.evictions)
 
     def compiled(self) -> None:
         """A program was compiled after ready, which should never happen."""

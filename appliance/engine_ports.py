@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from planner.batch import Floats, Ints
 from planner.buckets import Bucket, Lattice
+from planner.prefixes import ReuseCounts
 from planner.sequence import FinishReason, Sequence
 
 # ---------------------------------------------------------------------- programs
@@ -102,7 +103,8 @@ class Cancellation:
 class Finished:
     """How a sequence ended.
 
-    ``stop_id`` is the id that ended it, which is not among the published ids. Times in seconds: from arrival to slot,
+    ``stop_id`` is the id that ended it, which is not among the published ids. Of the prompt, ``cached_tokens`` were
+    reused and ``created_tokens`` computed and left for others. Times in seconds: from arrival to slot,
     from slot to first id, from first id to the end; 0 for what it never reached.
     """
 
@@ -111,6 +113,7 @@ class Finished:
     error: str
     prompt_len: int
     cached_tokens: int
+    created_tokens: int
     queue_s: float
     prefill_s: float
     decode_s: float
@@ -136,7 +139,7 @@ class EngineReport:
     """The engine's state after a step; counts are sequences, ids and pages.
 
     ``last_step_s`` is when the loop last came round, on the engine's clock. ``reason`` explains a state other than
-    ``ready``.
+    ``ready``. ``cached_pages`` are among the free ones, and ``reuse`` counts from the start.
     """
 
     state: Literal["ready", "draining", "lost"]
@@ -146,6 +149,8 @@ class EngineReport:
     waiting_tokens: int
     free_pages: int
     total_pages: int
+    cached_pages: int
+    reuse: ReuseCounts
     last_step_s: float
 
 

@@ -122,7 +122,7 @@ class EngineGateway:
         self._inbox: list[Arrival | Cancellation] = []
         self._buffer = bytearray(MAX_PACKET_BYTES + 1)
         self._view = memoryview(self._buffer)
-        self._status = Status(epoch, "starting", "loading", 0, 0, 0, 0, 0, 0)
+        self._status = _starting(epoch, "loading")
         self._told_status_s = float("-inf")
 
     @property
@@ -137,7 +137,7 @@ class EngineGateway:
 
     def announce(self, reason: str) -> None:
         """Say what start-up is doing, and serve the connections meanwhile."""
-        self._status = Status(self._epoch, "starting", reason, 0, 0, 0, 0, 0, 0)
+        self._status = _starting(self._epoch, reason)
         self._tell_status()
         self._poll(0.0)
 
@@ -198,6 +198,8 @@ class EngineGateway:
             waiting_tokens=report.waiting_tokens,
             free_pages=report.free_pages,
             total_pages=report.total_pages,
+            cached_pages=report.cached_pages,
+            hit_rate=report.reuse.hit_rate,
             last_step_ns=int(report.last_step_s * 1e9) if report.last_step_s else 0,
         )
         if changed:
@@ -341,6 +343,7 @@ class EngineGateway:
                 error=finished.error,
                 prompt_len=finished.prompt_len,
                 cached_tokens=finished.cached_tokens,
+                created_tokens=finished.created_tokens,
                 queue_s=finished.queue_s,
                 prefill_s=finished.prefill_s,
                 decode_s=finished.decode_s,
@@ -452,6 +455,10 @@ def _take_records(peer: _Peer, stream: _Stream, budget: int, items: list[Progres
     del stream.logprobs[:used]
     peer.unsent_logprob_bytes -= used
     return _ITEM_BYTES + used
+
+
+def _starting(epoch: int, reason: str) -> Status:
+    return Status(epoch, "starting", reason, 0, 0, 0, 0, 0, 0, 0.0, 0)
 
 
 def _overlap(one: SegmentRange, other: SegmentRange) -> bool:

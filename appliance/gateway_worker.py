@@ -85,6 +85,8 @@ class WorkerGateway:
         self._awaited: dict[int, asyncio.Future[None]] = {}
         self._task: asyncio.Task[None] | None = None
         self._submitted = 0
+        self.refused = 0
+        """Requests that found no free segment."""
         self._draining = ""
 
     @property
@@ -144,6 +146,8 @@ class WorkerGateway:
             waiting=status.waiting,
             free_pages=status.free_pages,
             total_pages=status.total_pages,
+            cached_pages=status.cached_pages,
+            hit_rate=status.hit_rate,
             last_step_age_s=max(0.0, (now - status.last_step_ns) / 1e9) if status.last_step_ns else 0.0,
         )
 
@@ -162,6 +166,7 @@ class WorkerGateway:
         try:
             taken = self._allocator.take(request.num_choices)
         except SegmentsExhaustedError as error:
+            self.refused += 1
             raise OverloadedError(str(error), retry_after_s=1.0) from error
         generation = self._prepare(request, taken)
         first = taken[0]
@@ -228,6 +233,7 @@ class WorkerGateway:
             deadline_ns=self._clock_ns() + int(limit_s * 1e9) if limit_s > 0 else 0,
             traceparent=request.traceparent or "",
             whole=request.whole,
+            precious=request.keep_prefix,
         )
 
     def _cancel(self, choices: Sequence[ChoiceProgress]) -> None:

@@ -91,6 +91,7 @@ class ChoiceProgress:
             reason=reason,  # pyright: ignore[reportArgumentType] - narrowed by _REASONS
             stop_token_id=message.stop_token_id if message.stop_token_id >= 0 else None,
             cached_tokens=message.cached_tokens,
+            created_tokens=message.created_tokens,
             error=message.error or (f"the engine gave reason {message.reason!r}" if reason != message.reason else ""),
             queue_s=message.queue_s,
             prefill_s=message.prefill_s,

@@ -45,6 +45,17 @@ SEND_MARGIN_S = 5
 UNBOUNDED_READ_S = 86_400
 """Silence of a worker that nginx takes where requests have no time limit; a worker that ends is noticed at once."""
 
+FLEET_BEGINNINGS = (4096, 2048, 1024, 512, 256)
+"""Bytes of a body that choose its node: the most of these that it has."""
+FLEET_BUFFER_BYTES = 4 << 20
+"""Longest body whose beginning is known; a longer one goes to the node of its key."""
+FLEET_REST_S = 5
+"""Time for which a node that did not answer gets nothing."""
+FLEET_CONNECT_S = 2
+FLEET_TRIES = 3
+FLEET_IDLE_S = 60
+"""Longest pause on a connection to a node; the nodes' own nginx ends them after 75 s."""
+
 
 class NginxConfigError(RuntimeError):
     """There can be no nginx for this configuration or account; the message says what to do."""
@@ -109,6 +120,42 @@ def nginx_config(config: ApplianceConfig) -> str:
             "proxy.directory is empty, so that the workers listen nowhere for nginx; set it, for example to"
             " /run/zccp/proxy"
         )
+    return _rendered(
+        "nginx.conf.template",
+        config,
+        sockets=[proxy.socket_of(worker) for worker in range(server.workers)],
+        idle_s=PROXY_IDLE_S - IDLE_MARGIN_S,
+        traceparent=TRACEPARENT,
+    )
+
+
+def fleet_config(config: ApplianceConfig) -> str:
+    """The whole ``nginx.conf`` of the nginx in front of the nodes of ``fleet``, under the account that calls this.
+
+    Raises:
+        NginxConfigError: ``fleet.nodes`` is empty; or the account has no name.
+    """
+    fleet = config.fleet
+    if not fleet.nodes:
+        raise NginxConfigError("fleet.nodes is empty, so that there is nothing to be in front of; name the nodes")
+    return _rendered(
+        "nginx_fleet.conf.template",
+        config,
+        fleet=fleet,
+        nodes=[node.partition("://")[2] for node in fleet.nodes],
+        https=fleet.nodes[0].startswith("https"),
+        beginnings=FLEET_BEGINNINGS,
+        buffer_bytes=min(config.max_body_bytes, FLEET_BUFFER_BYTES),
+        rest_s=FLEET_REST_S,
+        connect_s=FLEET_CONNECT_S,
+        tries=min(len(fleet.nodes), FLEET_TRIES),
+        idle_s=FLEET_IDLE_S,
+    )
+
+
+def _rendered(name: str, config: ApplianceConfig, **more: object) -> str:
+    """A template with what the two have in common, and more."""
+    proxy, server = config.proxy, config.server
     connections = 2 * server.max_connections + 512
     # nothing is escaped: the rules of the configuration keep nginx's syntax out of every value
     environment = ImmutableSandboxedEnvironment(
@@ -117,7 +164,7 @@ def nginx_config(config: ApplianceConfig) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    template = files("appliance").joinpath("nginx.conf.template").read_text(encoding="utf-8")
+    template = files("appliance").joinpath(name).read_text(encoding="utf-8")
     return environment.from_string(template).render(
         account=_account(),
         proxy=proxy,
@@ -125,17 +172,15 @@ def nginx_config(config: ApplianceConfig) -> str:
         files=2 * connections,
         listen=f"[{proxy.host}]:{proxy.port}" if ":" in proxy.host else f"{proxy.host}:{proxy.port}",
         both_families=proxy.host == "::",
-        sockets=[proxy.socket_of(worker) for worker in range(server.workers)],
-        idle_s=PROXY_IDLE_S - IDLE_MARGIN_S,
         ciphers=":".join(CIPHERS),
         request_id=REQUEST_ID,
-        traceparent=TRACEPARENT,
         pages=list(_pages(config.max_body_bytes)),
         max_body_bytes=config.max_body_bytes,
         body_s=math.ceil(ApiSettings().body_timeout_s),
         send_s=math.ceil(server.write_timeout_s) + SEND_MARGIN_S,
         read_s=math.ceil(server.request_timeout_s) + READ_MARGIN_S if server.request_timeout_s else UNBOUNDED_READ_S,
         hsts_s=proxy.hsts_s if proxy.certificate else 0,
+        **more,
     )
 
 

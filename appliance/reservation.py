@@ -1,4 +1,4 @@
-"""What a run takes before its children start: the port, the run's directory, the segments.
+"""What a run takes before its children start: listening sockets, the run's directory, the segments.
 
 Owns how each is taken and what is said when it cannot be had. Whatever a dead run left behind is removed here. Keeps no
 state; never imports jax.
@@ -10,12 +10,50 @@ import shutil
 import socket
 from pathlib import Path
 
-from appliance.config import SharedMemoryConfig
+from appliance.config import ApplianceConfig
+from appliance.host.address import socket_address
 from appliance.host.segments import SegmentError, SegmentFile
+
+BACKLOG = 4096
+"""Connections that may wait for a worker; one more finds no place: at a Unix socket it fails at once."""
 
 
 class StartError(RuntimeError):
     """The appliance cannot start; the message names the cause and the remedy."""
+
+
+class Door:
+    """The listening sockets of one worker, which the next one in its place takes over with all that waits there.
+
+    The main process keeps them open. A socket that a worker opened itself would be closed with it, and the kernel would
+    reset every connection that the worker had not accepted yet.
+    """
+
+    __slots__ = ("_sockets",)
+
+    def __init__(self, reservation: socket.socket, private: Path | None) -> None:
+        """Listen at the reserved port and, with nginx in front, at the path of a Unix socket.
+
+        Raises:
+            StartError: one of them cannot be had.
+        """
+        self._sockets = [listen_at_port(reservation)]
+        if private is not None:
+            try:
+                self._sockets.append(listen_at_socket(private))
+            except StartError:
+                self.close()
+                raise
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """Of the socket at the port and, if there is one, of that for nginx."""
+        return tuple(made.fileno() for made in self._sockets)
+
+    def close(self) -> None:
+        """Close them; what waits there is reset, and whoever comes next is sent elsewhere at once."""
+        for made in self._sockets:
+            made.close()
 
 
 def reserve_port(host: str, port: int) -> socket.socket:
@@ -26,7 +64,7 @@ def reserve_port(host: str, port: int) -> socket.socket:
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            "127.0.0.1" if host == "localhost" else host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -34,15 +72,62 @@ def reserve_port(host: str, port: int) -> socket.socket:
             probe.listen(1)
             if port == 0:
                 address = probe.getsockname()
-        reservation = socket.socket(family, kind | socket.SOCK_CLOEXEC, protocol)
-        reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        reservation.bind(address)
+        return _bound(family, address)
     except OSError as error:
         raise StartError(
             f"cannot listen on {host} port {port}: {error.strerror or error};"
             " stop what uses it, or choose another with --port or server.port"
         ) from error
-    return reservation
+
+
+def listen_at_port(reservation: socket.socket) -> socket.socket:
+    """Listen at a reserved address; the kernel spreads connections over all sockets that do.
+
+    Raises:
+        StartError: the system does not allow it.
+    """
+    address = reservation.getsockname()
+    try:
+        listener = _bound(reservation.family, address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        raise StartError(f"cannot listen at {address[0]} port {address[1]}: {error.strerror or error}") from error
+    return listener
+
+
+def _bound(family: int, address: tuple[object, ...]) -> socket.socket:
+    """A socket at an address that others of this account may share.
+
+    Raises:
+        OSError: it cannot be had.
+    """
+    made = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        made.bind(address)
+    except OSError:
+        made.close()
+        raise
+    return made
+
+
+def listen_at_socket(path: Path) -> socket.socket:
+    """Listen at a Unix socket of mode 0600 for nginx; what a dead worker left there makes way.
+
+    Raises:
+        StartError: it cannot be made.
+    """
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+    try:
+        path.unlink(missing_ok=True)
+        with socket_address(path) as address:
+            listener.bind(address)
+        path.chmod(0o600)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise StartError(f"socket {path}: {error.strerror or error}; choose another proxy.directory") from error
+    return listener
 
 
 def make_run_directory(parent: Path, instance: str) -> tuple[Path, int]:
@@ -83,13 +168,13 @@ def _is_dead(directory: Path) -> bool:
     return True
 
 
-def make_segments(memory: SharedMemoryConfig, instance: str) -> SegmentFile:
+def make_segments(config: ApplianceConfig, instance: str) -> SegmentFile:
     """Make the segment file of this run.
 
     Raises:
         StartError: the memory cannot be had.
     """
     try:
-        return SegmentFile.create(instance, memory.segment_count, memory.segment_size_kb * 1024)
+        return SegmentFile.create(instance, config.num_segments, config.shared_memory.segment_size_kb * 1024)
     except SegmentError as error:
         raise StartError(str(error)) from error

@@ -39,7 +39,7 @@ class SubmissionError(ValueError):
 
 
 def make_sequences(message: Submit, segments: SegmentFile, limits: ModelLimits, now_s: float) -> tuple[Sequence, ...]:
-    """One sequence a choice, the first as the leader of the others.
+    """One sequence a choice.
 
     Every choice samples with its own seed, derived from the request's; the first choice has the request's seed itself,
     so that asking for more choices does not change the first.
@@ -63,8 +63,8 @@ def make_sequences(message: Submit, segments: SegmentFile, limits: ModelLimits, 
                 prompt_len=prompt_len,
                 sampling=base if index == 0 else _with_seed(base, index),
                 arrival_s=now_s,
+                precious=message.precious,
                 deadline_s=message.deadline_ns / 1e9 if message.deadline_ns else None,
-                leader=sequences[0] if sequences else None,
             )
         )
     return tuple(sequences)

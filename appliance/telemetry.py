@@ -140,6 +140,36 @@ def _clean(value: object) -> object:
             return _SECRET.sub("[redacted]", str(value))
 
 
+class FingerprintMetrics:
+    """Metrics of fingerprints and of the index that they are looked up in."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        """Register under ``registry``."""
+        self.fingerprints = Counter(
+            "zccp_fingerprints", "Prompts by the result of their look-up.", ("result",), registry=registry
+        )
+        self.fingerprint_bands = Counter(
+            "zccp_fingerprint_bands", "Band keys that hits shared with their candidates.", registry=registry
+        )
+        self.fingerprint_tokens = Counter(
+            "zccp_fingerprint_tokens", "Prompt ids looked up, and shared.", ("kind",), registry=registry
+        )
+        self.fingerprint_seconds = Histogram(
+            "zccp_fingerprint_seconds", "Time of a fingerprint.", buckets=_STEP_BUCKETS, registry=registry
+        )
+        self.index_calls = Counter(
+            "zccp_index_calls", "Calls of the index in Redis.", ("operation", "outcome"), registry=registry
+        )
+        self.index_seconds = Histogram(
+            "zccp_index_seconds", "Time of a call of the index in Redis.", ("operation",),
+            buckets=_STEP_BUCKETS, registry=registry,
+        )  # fmt: skip
+        self.index_down = Gauge(
+            "zccp_index_down", "Workers that leave the index in Redis alone after failures.",
+            registry=registry, multiprocess_mode="livesum",
+        )  # fmt: skip
+
+
 class Metrics:
     """Every metric of the appliance; made once a process, after the environment names the shared folder."""
 
@@ -161,6 +191,8 @@ class Metrics:
         self.pages_used = gauge("zccp_kv_pages_used", "Pages of keys and values in use.")
         self.pages_total = gauge("zccp_kv_pages_total", "Pages of keys and values.")
         self.pages_ratio = gauge("zccp_kv_use_ratio", "Share of the pages in use, 0 to 1.")
+        self.pages_cached = gauge("zccp_kv_pages_cached", "Free pages that still hold a prefix.")
+        self.evictions = counter("zccp_kv_evictions", "Cached pages taken for something else.")
         self.ready = gauge(*_ENGINE_READY)
         self.segments_used = Gauge(
             "zccp_segments_used",
@@ -168,7 +200,10 @@ class Metrics:
             registry=registry,
             multiprocess_mode="livesum",
         )
+        self.segments_refused = counter("zccp_segments_refused", "Requests that found no free segment.")
         self.prompt_tokens = counter("zccp_prompt_tokens", "Prompt ids computed.")
+        self.reused_tokens = counter("zccp_prompt_tokens_reused", "Prompt ids found in pages.")
+        self.joins = counter("zccp_prefix_joins", "Waits for a prompt that another request was computing.")
         self.generated_tokens = counter("zccp_generated_tokens", "Completion ids made.")
         self.preemptions = counter("zccp_preemptions", "Sequences that gave their pages back and waited again.")
         self.compilations = counter("zccp_compilations", "Programs compiled after ready; 0 is right.")
@@ -194,6 +229,8 @@ class Metrics:
         )  # fmt: skip
         self.duration = histogram("zccp_request_seconds", "Arrival to last byte.", _LATENCY_BUCKETS)
         self.cached_tokens = counter("zccp_cached_prompt_tokens", "Prompt ids whose keys and values were reused.")
+        self.answers = counter("zccp_answers", "Requests looked up among the answers that are kept.", ("result",))
+        self.of_fingerprints = FingerprintMetrics(registry)
 
 
 class NodeMetrics:
@@ -211,6 +248,12 @@ class NodeMetrics:
             multiprocess_mode="livemostrecent",
         )
         self.engine_ready = Gauge(*_ENGINE_READY, registry=registry, multiprocess_mode="livemostrecent")
+
+        def memory(name: str, text: str) -> Gauge:
+            return Gauge(name, text, ("process",), registry=registry, multiprocess_mode="livemostrecent")
+
+        self.resident = memory("zccp_resident_bytes", "Memory of the engine and of the workers that serve.")
+        self.resident_when_ready = memory("zccp_resident_bytes_when_ready", "The same when each of them became ready.")
         for role in ("engine", "worker"):
             self.restarts.labels(role)
 

@@ -8,7 +8,8 @@ Source: OpenTelemetry semantic conventions for HTTP and for generative AI.
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
@@ -58,8 +59,8 @@ class TraceExporter:
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer(SERVICE)
 
-    def export(self, record: RequestRecord) -> None:
-        """The spans of a request that has just ended."""
+    def export(self, record: RequestRecord, more: Mapping[str, str | int] = MappingProxyType({})) -> None:
+        """The spans of a request that has just ended; the first one has the attributes ``more`` too."""
         trace = record.trace
         ended_ns = self._clock_ns()
         began_ns = ended_ns - int(record.duration_s * _S)
@@ -71,7 +72,7 @@ class TraceExporter:
             context = set_span_in_context(NonRecordingSpan(parent))
         self._ids.give(trace.trace_id, trace.span_id)
         span = self._tracer.start_span(
-            f"POST {record.route}", context, SpanKind.SERVER, _attributes(record), start_time=began_ns
+            f"POST {record.route}", context, SpanKind.SERVER, {**_attributes(record), **more}, start_time=began_ns
         )
         if span.is_recording():
             inside = set_span_in_context(span)

@@ -3,7 +3,7 @@
 Owns the order of loading and nothing else; every part is made elsewhere. Imports jax through the parts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import jax
 import structlog
 
 from appliance.assignment import Assignment
-from appliance.config import EngineConfig, training_environment
+from appliance.config import ApplianceConfig, training_environment
 from appliance.engine import Engine
 from appliance.engine_metrics import EngineObserver
 from appliance.engine_ports import ProgramSet
@@ -22,17 +22,21 @@ from appliance.model.record import read_record
 from appliance.prediction import LengthForecast, TrainingProcess, state_file
 from appliance.release import programs_of
 from appliance.submission import ModelLimits
-from pallas_kernels.kv_layout import BASE_BITS
 from planner.batch import Ints
 from planner.buckets import Bucket, Phase
+from planner.kv import lead_of
 from planner.pages import PagePool
 from planner.plan import Plan
+from planner.prefixes import PrefixSettings, identity_of
 from planner.program import Program, empty_state, idle_arguments
 from planner.schedule import Scheduler, SchedulerSettings
 from planner.store import open_store
 from planner.target import find_target
 
 _log = structlog.get_logger("zccp.engine")
+
+_NO_ADAPTER = ""
+"""Stands for the adapter in the names of pages, until there are any."""
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
@@ -54,6 +58,7 @@ def build_engine(
     config = assignment.config
     folder = Path(assignment.model)
     record = read_record(folder)
+    tell_of_context(record.context, config)
     plan, directory, key = programs_of(config, folder, record)
     announce("verifying the program store")
     store = open_store(directory, plan, key)
@@ -71,7 +76,7 @@ def build_engine(
     scheduler = Scheduler(
         plan.lattice,
         PagePool(plan.num_pages, plan.page_size, plan.context_devices, plan.shard_pages),
-        schedule_settings(plan, config.engine),
+        schedule_settings(plan, config, [file.sha256 for file in record.source_files]),
     )
     vocab = plan.architecture.vocab
     engine = Engine(
@@ -89,13 +94,29 @@ def build_engine(
     return engine, ModelLimits(vocab=vocab, context=plan.context, eos_ids=frozenset(record.eos_ids))
 
 
-def schedule_settings(plan: Plan, engine: EngineConfig) -> SchedulerSettings:
-    """The bounds of the schedule under a plan."""
+def tell_of_context(model_context: int, config: ApplianceConfig) -> None:
+    """Say so where a model's context is not served whole although nobody asked for less."""
+    if config.engine.context is None and config.context_of(model_context) < model_context:
+        _log.warning(
+            "the model's context is longer than a segment and is served up to that; set engine.context to agree",
+            of_model=model_context,
+            served=config.context_of(model_context),
+        )
+
+
+def schedule_settings(plan: Plan, config: ApplianceConfig, model: Iterable[str] = ()) -> SchedulerSettings:
+    """The bounds of the schedule under a plan, and what is shared; ``model`` has the digests of the model's files."""
     return SchedulerSettings(
         prefill_budget=plan.prefill_budget,
-        max_waiting=engine.max_waiting,
-        max_waiting_tokens=engine.max_waiting_tokens,
-        share_prompts=plan.kv_format not in BASE_BITS,
+        max_waiting=config.engine.max_waiting,
+        max_waiting_tokens=config.engine.max_waiting_tokens,
+        prefixes=PrefixSettings(
+            reuse=config.cache.prefix_reuse,
+            identity=identity_of(plan.digest(), _NO_ADAPTER, *model),
+            all_tenants=config.cache.share_prefixes == "all",
+            lead=lead_of(plan.kv_format),
+            warm_up=config.cache.warmup_enabled,
+        ),
     )
 
 

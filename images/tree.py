@@ -75,8 +75,8 @@ def _application(tree: Path, work: Path, version: str) -> None:
     pip = [sys.executable, "-m", "pip"]
     lock = REPOSITORY / "requirements.lock"
     quiet = ["--quiet", "--no-input", "--disable-pip-version-check", "--no-deps"]
-    run([*pip, "--python", str(python), "download", *quiet, "--only-binary", ":all:", "--require-hashes",
-         "--requirement", str(lock), "--dest", str(wheels)])  # fmt: skip
+    version_of = run([str(python), "-c", "import platform; print(platform.python_version())"]).strip()
+    run([sys.executable, str(HERE / "wheels.py"), str(lock), str(wheels), "--python", version_of])
     shutil.rmtree(own, ignore_errors=True)
     run([*pip, "wheel", *quiet, "--wheel-dir", str(own), str(REPOSITORY)])
     folder = OPT / "releases" / version

@@ -11,6 +11,7 @@ from pallas_kernels.kv_layout import (
     BASE_BITS,
     BITMASK_HEAD_DIMS,
     BLOCK,
+    SINKS,
     BitmaskLayout,
     bitmask_page_bytes,
     int8_page_bytes,
@@ -39,6 +40,11 @@ def slot_bytes(kv_format: KvFormat, architecture: ModelArchitecture) -> int:
     if kv_format not in BASE_BITS:
         return 0
     return architecture.layers * architecture.kv_heads * recent_bytes(architecture.head_dim)
+
+
+def lead_of(kv_format: KvFormat) -> int:
+    """First positions of a sequence that its slot keeps beside pages, and needs computed even if pages are shared."""
+    return SINKS if kv_format in BASE_BITS else 0
 
 
 def energy_shape(architecture: ModelArchitecture) -> tuple[int, int, int]:

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from pallas_kernels.kv_layout import BASE_BITS
 from planner.buckets import Bucket, Phase, round_up
 from planner.pages import PagePool
 from planner.plan import Plan
+from planner.prefixes import PrefixSettings
 from planner.schedule import Batch, Scheduler, SchedulerSettings
 from planner.sequence import Sampling, Sequence
 
@@ -126,7 +126,7 @@ def _run(plan: Plan, mix: Mix) -> _Counts:
         prefill_budget=plan.prefill_budget,
         max_waiting=len(lengths) + 1,
         max_waiting_tokens=sum(map(sum, lengths)) + 1,
-        share_prompts=plan.kv_format not in BASE_BITS,
+        prefixes=PrefixSettings(reuse=False),
     )
     run = _Steps(Scheduler(plan.lattice, pool, settings), with_tables=plan.attention == "xla")
     arrivals = deque(_arrivals(plan, mix, lengths))

@@ -15,7 +15,7 @@ it to its very end leaves pages empty that could have served somebody.
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from planner.pages import PagePool
@@ -123,14 +123,12 @@ class Outlook:
             self._peaks.append(peak)
 
 
-def outlook_of(running: Iterable[Sequence], pool: PagePool, shareable: Callable[[Sequence], int]) -> Outlook:
-    """The outlook of all who hold pages.
+def outlook_of(running: Iterable[Sequence], pool: PagePool) -> Outlook:
+    """The outlook of all who hold pages. Pages that several share count once, with the one expected to end last.
 
     Args:
         running: sequences in slots.
         pool: that their pages are of.
-        shareable: prompt pages of a sequence that other choices of its request hold too. They count once, with the
-            choice that is expected to end last.
     """
     page_size = pool.page_size
     alone = [(need(sequence, page_size), sequence) for sequence in running if sequence.pages]
@@ -138,7 +136,11 @@ def outlook_of(running: Iterable[Sequence], pool: PagePool, shareable: Callable[
     counted: set[int] = set()
     needs: list[Need] = []
     for whole, sequence in alone:
-        first = sequence.pages[0]
-        needs.append(need(sequence, page_size, shareable(sequence)) if first in counted else whole)
-        counted.add(first)
+        beside = 0
+        for page in sequence.pages:  # what is shared comes first
+            if pool.references(page) < 2:
+                break
+            beside += page in counted
+            counted.add(page)
+        needs.append(need(sequence, page_size, beside) if beside else whole)
     return Outlook(needs, page_size, pool.num_pages * page_size)

@@ -1,7 +1,7 @@
 """Scheduler: which sequences run in the next step, with which slots and pages.
 
-Owns the decisions and, through ``PagePool``, ``RunningLines`` and ``WaitingLines``, the pages and everybody's place.
-Reads no clock and touches no array: times and sampled ids come in as arguments.
+Owns the decisions and, through ``PagePool``, ``Prefixes``, ``RunningLines`` and ``WaitingLines``, the pages and
+everybody's place. Reads no clock and touches no array: times and sampled ids come in as arguments.
 
 A step, in the order of ``next_batch``:
 
@@ -12,10 +12,14 @@ A step, in the order of ``next_batch``:
    completion so far. The oldest is never preempted for another, so there is
    always progress.
 3. Waiting sequences are admitted, in the turn of ``WaitingLines``, while there are free slots, pages for all their ids
-   and one page more for everybody who may still grow. One with a predicted length also waits while the needs predicted
-   for all who run and for itself pass the pool (``outlook``), unless waiting could cost it its answer. One that does
-   not fit is overtaken by smaller ones a bounded number of times; then nobody else is admitted until it fits.
-4. The prompts being computed share the prefill budget (``chunks``). The last chunk of a prompt yields an id.
+   and one page more for everybody who may still grow. One shares the pages of its longest chain that is there
+   (``Prefixes``) and computes the rest; one whose next page a running sequence is about to compute is parked until that
+   has happened, outside of the line, so that it holds nobody up and loses no place. One with a predicted length also
+   waits while the needs predicted for all who run and for itself pass the pool (``outlook``), unless waiting could cost
+   it its answer. One that does not fit is overtaken by smaller ones a bounded number of times; then nobody else is
+   admitted until it fits.
+4. The prompts being computed share the prefill budget (``chunks``), as far as somebody waits for them before the rest.
+   The last chunk of a prompt yields an id. Pages that are full after this step can be shared from the next one on.
 5. What is planned counts as computed; its ids are in flight until ``commit``.
 
 ``commit`` takes the ids that a step sampled. It comes one step late, after the next batch was planned, hence three
@@ -24,10 +28,9 @@ most one row, whose result is dropped; a preempted one is not resumed before its
 of a finished sequence are free at once: programs run in the order of dispatch, so whoever takes a page writes it after
 the last wasted row has.
 
-A request of several choices: the first is the leader. The others wait until the leader's full prompt pages are
-computed, share them, and compute only the rest, at least the last prompt id. When the leader goes, another choice
-leads. Waiting sequences hold no pages. Where slots keep positions beside the pages, pages alone are not a prompt, and
-every choice computes its own.
+Where slots keep first positions beside the pages (``lead``), one that shares pages computes these in a chunk of their
+own and goes on behind the shared pages. Choices of one request are like any sequences with equal prompts: one computes,
+the others join it. Waiting sequences hold no pages; a preempted one finds its own again if nobody has taken them.
 """
 
 import heapq
@@ -39,6 +42,7 @@ from planner.buckets import Lattice
 from planner.chunks import share_budget
 from planner.outlook import Outlook, candidate_need, need, outlook_of
 from planner.pages import PagePool
+from planner.prefixes import Prefixes, PrefixSettings, ReuseCounts
 from planner.running import RunningLines
 from planner.sequence import Chunk, FinishReason, Sequence, Status
 from planner.waiting import WaitingLines
@@ -51,7 +55,7 @@ class SchedulerSettings:
     ``prefill_budget`` bounds decode rows and prompt ids of a step together while anything decodes, which bounds the
     time between two ids of a stream. ``max_waiting`` counts sequences and ``max_waiting_tokens`` their ids.
     ``max_overtakes`` is how many sequences may be admitted past one that does not fit. Chunks start at multiples of
-    ``chunk_align`` positions. ``share_prompts`` says whether the pages of a prompt serve all choices of its request.
+    ``chunk_align`` positions. ``prefixes`` says what pages are shared.
 
     Raises:
         ValueError: a bound is below its least value.
@@ -62,7 +66,7 @@ class SchedulerSettings:
     max_waiting_tokens: int = 1 << 20
     max_overtakes: int = 64
     chunk_align: int = 16
-    share_prompts: bool = True
+    prefixes: PrefixSettings = field(default_factory=PrefixSettings)
 
     def __post_init__(self) -> None:
         for name in ("prefill_budget", "max_waiting", "max_waiting_tokens", "chunk_align"):
@@ -70,6 +74,8 @@ class SchedulerSettings:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
         if self.max_overtakes < 0:
             raise ValueError(f"max_overtakes is {self.max_overtakes}; it must be 0 or more")
+        if self.prefixes.lead % self.chunk_align:
+            raise ValueError(f"lead is {self.prefixes.lead}; it must be a multiple of chunk_align, {self.chunk_align}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +130,7 @@ class Scheduler:
         self.pool = pool
         self.lattice = lattice
         self._settings = settings
+        self._prefixes = Prefixes(pool, settings.prefixes)
         self._running = RunningLines(lattice.decode_slots[-1])
         self._waiting = WaitingLines()
         self._live: dict[int, Sequence] = {}
@@ -160,6 +167,11 @@ class Scheduler:
         """Ids of the waiting sequences."""
         return self._waiting.num_tokens
 
+    @property
+    def reuse(self) -> ReuseCounts:
+        """What reuse has brought so far."""
+        return replace(self._prefixes.counts, evictions=self.pool.evictions)
+
     # ------------------------------------------------------------------ coming and going
 
     def submit(self, choices: Many[Sequence], tokens_per_s: float = 0.0) -> Refusal | None:
@@ -169,21 +181,16 @@ class Scheduler:
         as many ids as fit.
 
         Args:
-            choices: the sequences of the request, at least one; all have the same prompt, and the first leads.
+            choices: the sequences of the request, at least one; all have the same prompt.
             tokens_per_s: recent throughput, for the estimate of when to come back; 0 = unknown.
         """
         refusal = self._refuse(choices, tokens_per_s)
         if refusal is not None:
             return refusal
-        leader = choices[0]
-        parks = self._shareable_pages(leader) > 0
+        self._prefixes.submitted(choices)
         for sequence in choices:
             self._register(sequence)
-            if sequence is not leader and parks:
-                self._waiting.park(sequence, leader)
-            else:
-                sequence.leader = None
-                self._waiting.add(sequence)
+            self._waiting.add(sequence)
         return None
 
     def cancel(self, key: int) -> None:
@@ -251,6 +258,7 @@ class Scheduler:
         self._running.check()
         running, waiting = list(self._running), list(self._waiting)
         self.pool.check([sequence.pages for sequence in running])
+        self._prefixes.check(running)
         assert sorted(self._live) == sorted(s.key for s in [*running, *waiting]), "live = running or waiting"
         assert all(self._live[s.key] is s for s in [*running, *waiting]), "a key stands for one sequence"
         assert (self._waiting.num_tokens > 0) == bool(waiting), "waiting ids are counted"
@@ -309,18 +317,18 @@ class Scheduler:
         for sequence in [self._blocked] if self._blocked and self._held_back() else self._waiting.in_turn():
             if self._running.full or (self._held_back() and sequence is not self._blocked):
                 return
-            if sequence.in_flight:
-                continue
             shared = self._shared_pages(sequence)
-            pages = self.pool.pages_for(len(sequence.ids))
+            if shared is None:
+                continue
+            pages, beside = self.pool.pages_for(len(sequence.ids)), self.pool.num_held(shared)
             grows = self._grows(sequence, pages)
             home = self.pool.home_for(shared, pages, growing, reserve=grows and len(self._running) > 0)
             if home is None:
                 self._blocked = self._blocked or sequence
                 continue
             if len(self._running) and self._may_wait(sequence, now_s):
-                outlook = outlook or outlook_of(self._running, self.pool, self._shareable_pages)
-                if not outlook.fits(candidate_need(sequence, self.pool.page_size, len(shared))):
+                outlook = outlook or outlook_of(self._running, self.pool)
+                if not outlook.fits(candidate_need(sequence, self.pool.page_size, beside)):
                     self._blocked = self._blocked or sequence
                     continue
             if self._blocked is sequence:
@@ -330,7 +338,7 @@ class Scheduler:
             self._enter(sequence, shared, pages - len(shared), home, now_s)
             growing[self.pool.device_of(home, pages)] += grows
             if outlook is not None:
-                outlook.add(need(sequence, self.pool.page_size, len(shared)))
+                outlook.add(need(sequence, self.pool.page_size, beside))
             batch.entered.append(sequence)
 
     def _may_wait(self, sequence: Sequence, now_s: float) -> bool:
@@ -358,33 +366,33 @@ class Scheduler:
         """Whether the blocked sequence has been overtaken often enough."""
         return self._blocked is not None and self._overtakes >= self._settings.max_overtakes
 
+    def _shared_pages(self, sequence: Sequence) -> list[int] | None:
+        """The pages that one in line can enter with; None: not yet, since its own ids or others' pages are to come."""
+        if sequence.in_flight:
+            return None
+        shared = self._prefixes.resident(sequence)
+        if not self._prefixes.awaits(sequence, len(shared)):
+            return shared
+        self._waiting.park(sequence)
+        if self._blocked is sequence:
+            self._unblock()
+        return None
+
     def _unblock(self) -> None:
         self._blocked, self._overtakes = None, 0
 
     def _enter(self, sequence: Sequence, shared: list[int], fresh: int, home: int, now_s: float) -> None:
-        computed = len(shared) * self.pool.page_size
-        first_time = sequence.first_scheduled_s is None
-        self._waiting.admit(sequence, len(sequence.ids) - computed if first_time else 0)
         self.pool.share(shared)
         sequence.pages = [*shared, *self.pool.take(fresh, home, len(shared))]
-        sequence.computed = computed
-        sequence.leader = None
+        spared = self._prefixes.entered(sequence, len(shared))
+        first_time = sequence.first_scheduled_s is None
+        self._waiting.admit(sequence, len(sequence.ids) - spared if first_time else 0)
         if first_time:
             sequence.first_scheduled_s = now_s
-            sequence.cached_tokens = computed
+            sequence.cached_tokens = spared
+            self._prefixes.counts.prompt_tokens += sequence.prompt_len
+            self._prefixes.counts.reused_tokens += spared
         self._running.enter(sequence)
-
-    def _shareable_pages(self, leader: Sequence) -> int:
-        """Prompt pages that another choice may use as they are: full, and never the one with the last prompt id."""
-        return (leader.prompt_len - 1) // self.pool.page_size if self._settings.share_prompts else 0
-
-    def _shared_pages(self, sequence: Sequence) -> list[int]:
-        leader = sequence.leader
-        if leader is None:
-            return []
-        count = self._shareable_pages(leader)
-        assert leader.computed >= count * self.pool.page_size, "followers are in line only once there is what to share"
-        return leader.pages[:count]
 
     # ------------------------------------------------------------------ planning
 
@@ -431,6 +439,7 @@ class Scheduler:
             batch.preempted += 1
             if newest is sequence:
                 return False
+        self._waiting.call(self._prefixes.publish(sequence))
         sequence.pages += pool.take(1, home, count)
         batch.grown.append(sequence)
         return True
@@ -440,18 +449,18 @@ class Scheduler:
         budget = self.lattice.prefill_chunks[-1]
         if batch.decode:
             budget = min(budget, max(settings.prefill_budget - len(batch.decode), settings.chunk_align))
-        remaining = [len(s.ids) - s.computed for s in prompts]
-        for index, count in share_budget(remaining, budget, self.lattice.prefill_slots, settings.chunk_align):
+        wanted = [self._prefixes.next_end(s) - s.computed for s in prompts]
+        for index, count in share_budget(wanted, budget, self.lattice.prefill_slots, settings.chunk_align):
             sequence = prompts[index]
-            samples = count == remaining[index]
+            samples = sequence.computed + count == len(sequence.ids)
             batch.prefill.append(Chunk(sequence, sequence.computed, count, samples))
             sequence.computed += count
+            if sequence.computed == settings.prefixes.lead and sequence.resume_at:
+                sequence.computed, sequence.resume_at = sequence.resume_at, 0
             if samples:
                 sequence.in_flight += 1
                 self._running.prompt_planned(sequence)
-            ready = self._shareable_pages(sequence) * self.pool.page_size
-            if self._waiting.leads(sequence) and sequence.computed >= ready:
-                self._waiting.open(sequence)
+            self._waiting.call(self._prefixes.publish(sequence))
 
     # ------------------------------------------------------------------ leaving
 
@@ -471,9 +480,7 @@ class Scheduler:
             self._running.leave(sequence)
         else:
             self._waiting.remove(sequence)
-            self._waiting.regroup(sequence)
         sequence.status = Status.FINISHED
-        sequence.leader = None
         sequence.finish_reason, sequence.stop_id, sequence.error = reason, stop_id, error
         del self._live[sequence.key]
         self._finished.append(sequence)
@@ -481,11 +488,7 @@ class Scheduler:
             self._unblock()
 
     def _drop_pages(self, sequence: Sequence) -> None:
-        """Give a sequence's pages back; whoever waits to share them gets another leader, a running one if possible."""
-        if self._waiting.leads(sequence):
-            count = self._shareable_pages(sequence)
-            shared = sequence.pages[:count] if sequence.computed >= count * self.pool.page_size else []
-            siblings = (s for s in self._running if s is not sequence and shared and s.pages[:count] == shared)
-            self._waiting.regroup(sequence, next(siblings, None))
+        """Give a sequence's pages back; whoever waited for what it was computing comes in line again."""
+        self._waiting.call(self._prefixes.left(sequence))
         self.pool.give_back(sequence.pages)
         sequence.pages = []

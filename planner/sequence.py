@@ -64,9 +64,14 @@ class Sequence:
     ``key`` is the id of the segment that carries it. ``ids`` holds the prompt and every completion id read back so far.
     ``computed`` counts the positions whose keys and values are in pages or will be once the steps already dispatched
     have run; ``in_flight`` counts completion ids dispatched and not yet read. ``slot`` is -1 without one.
-    ``leader`` is the first choice of the same request, whose full prompt pages this one shares (None for the first).
     ``order`` is its place in the order of submission: lower is older. ``expected_len`` is how many completion ids a
     prediction expects: advice for admission, any float, None without one.
+
+    ``precious`` says whether its prompt's pages are to be cached rather than others. ``chain`` has the names of its
+    full pages as far as they are known; ``kept`` of its pages have been named or shared, and those up to ``promised``
+    it is computing for others too. ``resume_at`` above 0: pages hold what is before it, and only the first positions,
+    which its slot needs, are computed again. ``cached_tokens`` counts prompt ids whose keys and values it did not
+    compute, ``created_tokens`` those that it computed and that others can have now.
     """
 
     key: int
@@ -77,15 +82,20 @@ class Sequence:
     sampling: Sampling
     arrival_s: float
     deadline_s: float | None = None
-    leader: "Sequence | None" = None
     order: int = 0
     expected_len: float | None = None
+    precious: bool = False
     status: Status = Status.WAITING
     pages: list[int] = field(default_factory=list[int])
     computed: int = 0
     in_flight: int = 0
     slot: int = -1
+    chain: list[bytes] = field(default_factory=list[bytes])
+    kept: int = 0
+    promised: int = 0
+    resume_at: int = 0
     cached_tokens: int = 0
+    created_tokens: int = 0
     preemptions: int = 0
     first_scheduled_s: float | None = None
     first_token_s: float | None = None

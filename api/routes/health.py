@@ -12,6 +12,7 @@ from litestar.types import ASGIApp, Scope
 from msgspec import Struct
 
 from api.answers import whole_answer
+from api.errors import without_folders
 from api.services import Services
 
 _RETRY = [("retry-after", "2")]
@@ -31,7 +32,11 @@ class Ready(Struct):
 
 
 class Summary(Struct):
-    """Answer of ``/health``: counts of sequences and pages, seconds since the engine's last step."""
+    """Answer of ``/health``: counts of sequences and pages, seconds since the engine's last step.
+
+    ``cached_pages`` are free and still hold what a prompt may begin with; ``prefix_hit_rate`` is the share of prompt
+    ids that were reused since the engine's start.
+    """
 
     status: str
     reason: str
@@ -41,6 +46,8 @@ class Summary(Struct):
     waiting: int
     free_pages: int
     total_pages: int
+    cached_pages: int
+    prefix_hit_rate: float
     last_step_age_s: float
 
 
@@ -71,6 +78,8 @@ def health_routes(services: Services) -> Sequence[HTTPRouteHandler]:
                 engine.waiting,
                 engine.free_pages,
                 engine.total_pages,
+                engine.cached_pages,
+                round(engine.hit_rate, 4),
                 engine.last_step_age_s,
             )
         )
@@ -82,7 +91,7 @@ def _ready(services: Services) -> Ready:
     if services.settings.draining():
         return Ready("draining", "this process is shutting down")
     status = services.generator.status()
-    return Ready(status.state, status.reason)
+    return Ready(status.state, without_folders(status.reason))
 
 
 def _with_status(body: Ready | Summary) -> ASGIApp:

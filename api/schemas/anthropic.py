@@ -4,8 +4,9 @@ Owns the request structs and their translation to ``api.run.Ask`` and ``api.port
 engine or the tokenizer. Answers are in ``api.schemas.anthropic_answers``.
 
 Text blocks of one message and of ``system`` join without a separator; consecutive turns of one role are combined with a
-blank line between. A last assistant message is a prefill: the answer continues it. Accepted and inert: ``metadata``,
-``service_tier``, ``cache_control`` and empty ``tools``. Anything else is refused by name.
+blank line between. A last assistant message is a prefill: the answer continues it. ``cache_control``, wherever it
+stands, asks that the whole prompt be kept for reuse before others. Accepted and inert: ``metadata``, ``service_tier``
+and empty ``tools``. Anything else is refused by name.
 """
 
 from collections.abc import Sequence
@@ -121,7 +122,16 @@ def messages_ask(request: MessagesRequest, vocab: int) -> Ask:
             top_p=top_p or 1.0,
         ),
         stops=stop_strings("stop_sequences", request.stop_sequences, MAX_STOPS),
+        keep_prefix=_marked(request),
     )
+
+
+def _marked(request: CountRequest) -> bool:
+    """Whether ``cache_control`` stands anywhere in a request and is not null."""
+    contents = [request.system, *(turn.content for turn in request.messages)]
+    blocks = [block for content in contents if isinstance(content, list) for block in content]
+    marks = [request.cache_control, *(block.cache_control for block in blocks)]
+    return any(bytes(mark) != b"null" for mark in marks)
 
 
 def conversation_of(request: CountRequest) -> Conversation:

@@ -17,7 +17,12 @@ _REASONS = {"stop": "end_turn", "stop_string": "stop_sequence", "length": "max_t
 
 
 class Usage(Struct):
-    """Token counts; the three input counts add up to the prompt."""
+    """Token counts; the three input counts add up to the prompt.
+
+    ``cache_read_input_tokens`` were reused, ``cache_creation_input_tokens`` computed and kept for requests that begin
+    alike, whether or not they were marked; ``input_tokens`` are the others. At the start of a stream nothing of this is
+    known yet, and all counts as input.
+    """
 
     input_tokens: int
     cache_creation_input_tokens: int
@@ -92,7 +97,8 @@ class _Stopped(Struct, tag_field="type", tag="message_stop"):
 def usage_of(tally: Tally) -> Usage:
     """The counts so far."""
     cached = min(tally.prompt_tokens, tally.cached_tokens)
-    return Usage(tally.prompt_tokens - cached, 0, cached, tally.completion_tokens)
+    created = min(tally.prompt_tokens - cached, tally.created_tokens)
+    return Usage(tally.prompt_tokens - cached - created, created, cached, tally.completion_tokens)
 
 
 def message_answer(message_id: str, model: str, choice: Completed, tally: Tally) -> Message:

@@ -100,6 +100,7 @@ def run_engine(assignment: Assignment) -> int:
     from appliance.engine_ports import Arrival, EngineReport  # noqa: PLC0415
     from appliance.gateway_engine import EngineGateway  # noqa: PLC0415
     from appliance.submission import ModelLimits  # noqa: PLC0415
+    from planner.prefixes import ReuseCounts  # noqa: PLC0415
 
     die_with_parent(assignment.parent_pid)
     stops: list[int] = []
@@ -107,7 +108,7 @@ def run_engine(assignment: Assignment) -> int:
     signal.signal(signal.SIGTERM, lambda number, _frame: stops.append(number))
     configure_logging(assignment.config.log.level, assignment.name)
     device = jax.devices()[0]
-    count = assignment.config.shared_memory.segment_count
+    count = assignment.config.num_segments
     segments = SegmentFile.attach(Path(assignment.segments_file), count, assignment.stride_bytes)
     gateway = EngineGateway(Path(assignment.socket), segments, assignment.epoch)
     gateway.open(ModelLimits(vocab=VOCAB, context=SEGMENT_TOKENS, eos_ids=frozenset()))
@@ -117,7 +118,7 @@ def run_engine(assignment: Assignment) -> int:
             if isinstance(message, Arrival):
                 gateway.admitted(message.sequences[0].key)
                 gateway.publish([_answered(stream, segments, device) for stream in message.sequences])
-        gateway.report(EngineReport("ready", "", 0, 0, 0, 1, 1, time.monotonic()))
+        gateway.report(EngineReport("ready", "", 0, 0, 0, 1, 1, 0, ReuseCounts(), time.monotonic()))
     gateway.close()
     return 0
 
@@ -135,7 +136,7 @@ def _answered(stream: "Stream", segments: SegmentFile, device: Any) -> "Emission
     digits = tuple(map(int, f"{time.monotonic_ns():0{NUM_DIGITS}d}"))
     for digit in digits:
         stream.ids.append(digit)
-    finish = Finished(FinishReason.LENGTH, None, "", stream.prompt_len, 0, 0.0, 0.0, 0.0)
+    finish = Finished(FinishReason.LENGTH, None, "", stream.prompt_len, 0, 0, 0.0, 0.0, 0.0)
     return Emission(stream.key, len(digits), digits, finish=finish)
 
 

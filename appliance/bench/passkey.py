@@ -17,6 +17,7 @@ from planner.build import compile_all
 from planner.decoder import Weights
 from planner.pages import PagePool
 from planner.plan import Plan
+from planner.prefixes import PrefixSettings
 from planner.program import empty_state
 from planner.schedule import Scheduler, SchedulerSettings
 
@@ -70,7 +71,9 @@ def answers(
     """
     programs = compile_all(plan, lambda _done, _total, _name: None, threads=2)
     scheduler = Scheduler(
-        plan.lattice, PagePool(plan.num_pages, plan.page_size), SchedulerSettings(plan.prefill_budget)
+        plan.lattice,
+        PagePool(plan.num_pages, plan.page_size),
+        SchedulerSettings(plan.prefill_budget, prefixes=PrefixSettings(reuse=False)),
     )
     gateway = greedy_gateway([one.ids for one in asked], NEW_TOKENS)
     vocab = plan.architecture.vocab

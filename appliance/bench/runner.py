@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 TRAVELLING = ("build", "ingest", "kernels", "kv-quality", "start", "step")
 """Benches that are part of the package."""
-CHECKOUT = ("chaos", "connections", "old-stack", "parity", "peers", "soak")
+CHECKOUT = ("chaos", "connections", "old-stack", "parity", "peers", "reuse", "soak")
 """Benches that need a checkout of the project."""
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -154,7 +154,7 @@ def _running(
         scheduler = WatchedScheduler(
             plan.lattice,
             PagePool(plan.num_pages, plan.page_size),
-            schedule_settings(plan, config.engine),
+            schedule_settings(plan, config),
         )
         scheduler.watch = watch
         engine = Engine(

@@ -52,6 +52,7 @@ class MixClient:
         self._free = SegmentAllocator(SegmentRange(0, segments.count))
         self._requests = enumerate(itertools.cycle(lengths))
         self._in_flight = in_flight
+        self._vocab = vocab
         source = random.Random(0)  # noqa: S311 - a workload, not a secret
         longest = max(prompt for prompt, _ in lengths)
         self._ids = [source.randrange(vocab) for _ in range(longest)]
@@ -107,7 +108,8 @@ class MixClient:
     def _send(self, epoch: int) -> None:
         number, (prompt, output) = next(self._requests)
         (segment,) = self._free.take(1)
-        self._segments.write_prompt(segment, self._ids[:prompt], number, 0)
+        # no two begin alike, so that nothing is reused
+        self._segments.write_prompt(segment, [number % self._vocab, *self._ids[: prompt - 1]], number, 0)
         self._expected[segment] = output
         penalised = number % PENALTY_EVERY == 1
         sampling = WireSampling(

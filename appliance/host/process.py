@@ -1,17 +1,20 @@
-"""Process life on Linux: age, dying with the parent, talking to the service manager, saying how a child ended.
+"""Process life on Linux: age, open files, dying with the parent, the service manager, how a child ended.
 
 Owns these calls so that nobody else needs ``ctypes`` or a raw datagram socket. Never imports jax.
 """
 
 import ctypes
 import os
+import resource
 import signal
 import socket
 import time
 from pathlib import Path
 
 DUMP_SIGNAL = signal.SIGUSR1
-"""Asks the engine to write where each of its threads is; see ``appliance.engine_main``."""
+"""Asks a child to write to standard error in which file, line and function each of its threads is."""
+RETIRE_SIGNAL = signal.SIGUSR2
+"""Asks a worker to give way to the one that replaces it; see ``appliance.worker``."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -25,6 +28,26 @@ def die_with_parent(parent_pid: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != parent_pid:
         raise SystemExit(1)
+
+
+def raise_open_files() -> int:
+    """Let this process open as many files as the system allows it at all; that number."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    return most
+
+
+def most_open_files() -> int:
+    """The number of files that a process which this one starts may open at most."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+
+
+def resident_bytes(pid: int) -> int:
+    """Memory of a process, shared pages included; 0 where there is none. Source: proc(5), ``statm``."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError):
+        return 0
 
 
 def age_s() -> float:

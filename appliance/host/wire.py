@@ -45,7 +45,7 @@ class Submit(Struct, frozen=True, tag=2, array_like=True):
     """Run one request: one segment a choice, each holding the whole prompt.
 
     ``deadline_ns`` is on CLOCK_MONOTONIC, 0 = none. ``grammar_id`` 0 = none. ``whole``: the worker wants to hear of the
-    end only, unless log-probabilities come on the way.
+    end only, unless log-probabilities come on the way. ``precious``: the client asked that the prompt be cached.
     """
 
     segments: tuple[int, ...]
@@ -58,6 +58,7 @@ class Submit(Struct, frozen=True, tag=2, array_like=True):
     deadline_ns: int
     traceparent: str
     whole: bool = False
+    precious: bool = False
 
 
 class Cancel(Struct, frozen=True, tag=3, array_like=True):
@@ -73,7 +74,10 @@ class Welcome(Struct, frozen=True, tag=16, array_like=True):
 
 
 class Status(Struct, frozen=True, tag=17, array_like=True):
-    """The engine's state. ``state``: starting | ready | draining; counts are sequences, pages of the pool."""
+    """The engine's state. ``state``: starting | ready | draining; counts are sequences, pages of the pool.
+
+    ``cached_pages`` are among the free ones; ``hit_rate`` is the share of prompt ids reused since the start, 0 to 1.
+    """
 
     epoch: int
     state: str
@@ -83,6 +87,8 @@ class Status(Struct, frozen=True, tag=17, array_like=True):
     waiting_tokens: int
     free_pages: int
     total_pages: int
+    cached_pages: int
+    hit_rate: float
     last_step_ns: int
 
 
@@ -124,7 +130,9 @@ class Advance(Struct, frozen=True, tag=20, array_like=True):
 class Finish(Struct, frozen=True, tag=21, array_like=True):
     """The last message about a segment; its owner may reuse it afterwards.
 
-    ``reason``: stop | length | cancelled | error. ``stop_token_id`` -1 when none. Times in seconds, on the engine.
+    ``reason``: stop | length | cancelled | error. ``stop_token_id`` -1 when none. ``cached_tokens`` and
+    ``created_tokens`` count ids of the prompt that were reused, and that others can reuse now. Times in seconds, on the
+    engine.
     """
 
     segment: int
@@ -134,6 +142,7 @@ class Finish(Struct, frozen=True, tag=21, array_like=True):
     error: str
     prompt_len: int
     cached_tokens: int
+    created_tokens: int
     queue_s: float
     prefill_s: float
     decode_s: float

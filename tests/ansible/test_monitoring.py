@@ -19,12 +19,16 @@ OF_PROMETHEUS = {"instance", "job", "le"}
 SERIES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
 
 
+def held(metrics: object) -> Iterator[Any]:
+    """Every metric of an object and of the objects that it is made of."""
+    for value in vars(metrics).values():
+        yield from (value,) if hasattr(value, "describe") else held(value)
+
+
 def exported() -> dict[str, set[str]]:
     """Every series with the labels of its own."""
-    registry, of_main = CollectorRegistry(), CollectorRegistry()
-    held = [*vars(Metrics(registry)).values(), *vars(NodeMetrics(of_main)).values()]
     series: dict[str, set[str]] = {"up": set()}
-    for metric in held:
+    for metric in (*held(Metrics(CollectorRegistry())), *held(NodeMetrics(CollectorRegistry()))):
         (family,) = metric.describe()
         for ending in SERIES[family.type]:
             series[family.name + ending] = set(metric._labelnames)

@@ -284,6 +284,34 @@ def test_bc178_ready_only_when_warm(state: Any, reason: str) -> None:
     assert rig.post(CHAT, chat()).status == 200
 
 
+def test_causes_reach_clients_without_the_folders_of_the_host() -> None:
+    engine = ScriptedEngine()
+    engine.state = EngineStatus(
+        state="lost", reason="exit code 1: /srv/my models/w.gguf: no such file ('/etc/a/b.yaml')"
+    )
+    rig, told = Rig(engine), "exit code 1: my w.gguf: no such file ('b.yaml')"
+    assert rig.get("/health/ready").json()["reason"] == rig.get("/health").json()["reason"] == told
+    for path, body in ((CHAT, chat()), (TEXT, prompt()), (MESSAGES, message())):
+        assert told in rig.post(path, body).json()["error"]["message"]
+    rig = Rig(
+        ScriptedEngine(lambda _: [Finished(0, "error", None, 0, error="cannot read /srv/store/key.zst: damaged")])
+    )
+    for path, make in ((CHAT, chat), (TEXT, prompt), (MESSAGES, message)):
+        for stream in (False, True):
+            answer = rig.post(path, make(stream=stream)).body.decode()
+            assert "cannot read key.zst: damaged" in answer
+            assert "/srv" not in answer
+    asked = rig.get("/v1/nowhere/at/all").json()["error"]["message"]
+    assert "'/v1/nowhere/at/all'" in asked
+
+
+def test_health_shows_what_is_cached_and_how_often_it_was_of_use() -> None:
+    engine = ScriptedEngine()
+    engine.state = EngineStatus(state="ready", free_pages=7, total_pages=9, cached_pages=4, hit_rate=2 / 3)
+    shown = Rig(engine).get("/health").json()
+    assert (shown["free_pages"], shown["cached_pages"], shown["prefix_hit_rate"]) == (7, 4, 0.6667)
+
+
 def test_bc180_draining_refuses_new_work() -> None:
     draining: list[bool] = []
     rig = Rig(settings=ApiSettings(draining=lambda: bool(draining)))

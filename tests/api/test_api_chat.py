@@ -76,6 +76,17 @@ def test_the_whole_answer() -> None:
     }
 
 
+def test_ids_that_later_choices_take_from_the_first_are_not_cached_ones() -> None:
+    """The prompt counts once, so what its first choice computed was computed."""
+
+    def script(request: GenerationRequest) -> list[Any]:
+        ends = [Finished(choice, "stop", EOS, cached_tokens=4 * (choice > 0)) for choice in (1, 2, 0)]
+        return [*(tokens(request, choice, *b"ok") for choice in range(3)), *ends]
+
+    answer, _ = both(script, chat(n=3))
+    assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+
+
 def test_bc084_framing_of_a_stream() -> None:
     reply = Rig(ScriptedEngine(say("a\nb", per_event=2))).post(CHAT, chat(stream=True))
     assert reply.header("content-type") == "text/event-stream; charset=utf-8"

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
+from api.ports import Finished, GenerationRequest
 from tests.support.api_rig import CONTEXT, COUNT, MESSAGES, MODEL, Rig, message
-from tests.support.scripted_engine import ASSISTANT, BOS, EOS, SYSTEM, USER, ScriptedEngine, say
+from tests.support.scripted_engine import ASSISTANT, BOS, EOS, SYSTEM, USER, ScriptedEngine, say, tokens
 
 
 def check_order(events: list[tuple[str | None, Any]]) -> dict[str, Any]:
@@ -111,6 +112,37 @@ def prompted(**fields: Any) -> list[int]:
 
 def turn(role: str, content: Any) -> dict[str, Any]:
     return {"role": role, "content": content}
+
+
+def reused(request: GenerationRequest) -> list[Any]:
+    """Six ids of which two were reused and three are left for others."""
+    return [tokens(request, 0, *b"ok"), Finished(0, "stop", EOS, cached_tokens=2, created_tokens=3)]
+
+
+def test_the_three_input_counts_add_up_to_the_prompt() -> None:
+    assert both(reused, message())["usage"] == {
+        "input_tokens": 1, "cache_creation_input_tokens": 3, "cache_read_input_tokens": 2, "output_tokens": 2,
+    }  # fmt: skip
+
+
+MARK = {"cache_control": {"type": "ephemeral"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "kept"),
+    [
+        ({}, False),
+        ({"cache_control": None}, False),
+        ({"system": [{"type": "text", "text": "Be brief.", "cache_control": None}]}, False),
+        (MARK, True),
+        ({"system": [{"type": "text", "text": "Be brief.", **MARK}]}, True),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "hi", **MARK}]}]}, True),
+    ],
+)
+def test_cache_control_asks_that_the_prompt_be_kept(fields: dict[str, Any], kept: bool) -> None:
+    engine = ScriptedEngine(say("ok"))
+    assert Rig(engine).post(MESSAGES, message(**fields)).status == 200
+    assert [request.keep_prefix for request in engine.requests] == [kept]
 
 
 def text_block(text: str, **fields: Any) -> dict[str, Any]:

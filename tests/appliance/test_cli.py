@@ -156,8 +156,9 @@ def test_doctor_is_honest(run: Callable[..., Result]) -> None:
     assert findings["model"]["remedy"] == "zccp models pull smollm2-135m"
     assert findings["programs"]["remedy"] == "zccp build"
     assert {name for name, finding in findings.items() if finding["state"] == "not checked"} == {
-        "gpu", "redis",
+        "gpu", "service", "segments", "reuse", "resets", "growth",
     }  # fmt: skip
+    assert findings["segments"]["evidence"].startswith("not running: nothing answers at http://127.0.0.1:")
 
 
 def test_doctor_goes_on_when_a_check_breaks(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from appliance import config as configuration
 from appliance.config import ApplianceConfig, build, load
+from appliance.config_cache import without_secrets
 from appliance.config_reference import reference, reference_markdown
 from appliance.config_rules import ConfigError, host_problems, is_loopback, plain
 
@@ -63,7 +64,29 @@ def test_documented_page_size_in_bytes_of_ids() -> None:
         ({"server": []}, r"server is \[\] \(list\); it must be a mapping of keys"),
         ({"cache": {"csf_minhash_hashes": 64}}, "cache.csf_minhash_hashes is 64; it must be one of 128, 256"),
         ({"cache": {"redis_url": "http://x"}}, "cache.redis_url must begin with redis://"),
-        ({"cache": {"csf_mask_patterns": ["("]}}, r"csf_mask_patterns\[0\] is '\(', no regular expression"),
+        ({"cache": {"redis_url": "redis://u:p@ss/w@h"}}, r"cache.redis_url must be redis://\[user:password@\]host"),
+        ({"cache": {"redis_url": "redis://h:x"}}, "cache.redis_url is no URL; write @ : / and % in a password as %40"),
+        ({"cache": {"redis_url": "redis://"}}, "cache.redis_url must be redis://"),
+        ({"cache": {"redis_url": "unix://"}}, "cache.redis_url with unix:// needs the path of a socket"),
+        ({"cache": {"redis_url": "redis://h?password=x"}}, "cache.redis_url sets 'password', which has no place there"),
+        ({"cache": {"redis_url": "rediss://h?socket_timeout=9"}}, "cache.redis_url sets 'socket_timeout'"),
+        ({"cache": {"redis_url": "redis://h?ssl_keyfile=/k"}}, "options of TLS and begins with redis://"),
+        ({"cache": {"redis_timeout_ms": 0}}, "cache.redis_timeout_ms is 0; it must be between 1 and 1000"),
+        ({"cache": {"node_name": " a"}}, "cache.node_name is ' a'; it must be printable text"),
+        (
+            {"cache": {"csf_mask_patterns": ["date", "("]}},
+            r"cache.csf_mask_patterns\[1\]: '\(' is no regular expression that RE2 takes: missing \)",
+        ),
+        (
+            {"cache": {"volatile_headers": ["billing"]}},
+            "'billing' is no pattern with a name; those are anthropic_billing",
+        ),
+        (
+            {"cache": {"volatile_headers": ["(?=x)y"]}},
+            r"cache.volatile_headers\[0\]: .* no regular expression that RE2",
+        ),
+        ({"cache": {"csf_mask_patterns": ["dates"]}}, "'dates' is no pattern with a name; those are patient_id"),
+        ({"cache": {"csf_mask_patterns": ["a.b"] * 33}}, "cache.csf_mask_patterns has 33 patterns; at most 32"),
         ({"shared_memory": {"segment_size_kb": 1022}}, "segment_size_kb is 1022; it must be a multiple of 4"),
         ({"shared_memory": {"segment_size_kb": 512}}, "segment_size_kb is 512; .* at least 516"),
         (
@@ -162,11 +185,31 @@ def test_empty_file_is_defaults(tmp_path: Path) -> None:
     assert load(file) == made()
 
 
+def test_more_connections_than_files_are_refused() -> None:
+    def problems(most: int, **sections: dict) -> list[str]:
+        return host_problems(
+            made(**sections), keys_present=False, free_bytes=lambda _: 1 << 40, most_files=lambda: most
+        )
+
+    assert problems(1152) == []
+    (problem,) = problems(1151)
+    assert problem.startswith(
+        "server.max_connections 1024 needs 1152 open files in a worker and the system allows 1151; raise the hard limit"
+    )
+    assert problems(640, server={"workers": 2}) == []
+    behind = {"proxy": {"directory": "/run/zccp/proxy"}}
+    assert problems(4224, **behind) == []
+    assert len(problems(4223, **behind)) == 1
+
+
 def test_more_memory_than_the_system_has_is_refused() -> None:
     config = made(shared_memory={"segment_count": 100, "segment_size_kb": 1024})
     (problem,) = host_problems(config, keys_present=False, free_bytes=lambda _: 50 << 20)
-    assert problem.startswith("shared_memory: 100 segments of 1024 KiB need 100 MiB and /dev/shm has 50 MiB free")
-    assert host_problems(config, keys_present=False, free_bytes=lambda _: 100 << 20) == []
+    assert problem.startswith(
+        "shared_memory: 100 segments of 1024 KiB, and a spare share of 100 for reloads, need 200 MiB and /dev/shm has"
+        " 50 MiB free"
+    )
+    assert host_problems(config, keys_present=False, free_bytes=lambda _: 200 << 20) == []
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "example.org"])
@@ -194,6 +237,28 @@ def test_shown_configuration_hides_the_password() -> None:
     shown = plain(config)
     assert shown["cache"]["redis_url"] == "redis://***@h:6379/0"
     assert "CANARY" not in repr(shown)
+
+
+@pytest.mark.parametrize("password", ["CANARY/x", "x@CANARY", "CANARY?a", "CAN#ARY", "x//CANARY"])
+def test_a_password_that_is_not_escaped_is_neither_taken_nor_shown(password: str) -> None:
+    url = f"redis://user:{password}@h:6379/0"
+    assert "CANARY" not in without_secrets(url)
+    try:
+        told = repr(plain(made(cache={"redis_url": url})))
+    except ConfigError as error:
+        told = str(error)
+    assert "CANARY" not in told
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://h", "redis://h:6379/3", "rediss://u:p%40@h:6379?ssl_ca_certs=/a.pem&ssl_check_hostname=false",
+        "unix:///run/redis.sock?db=1", "unix://u:p@/run/redis.sock", "redis://[::1]:6379",
+    ],
+)  # fmt: skip
+def test_addresses_of_redis(url: str) -> None:
+    assert made(cache={"redis_url": url}).cache.redis_url == url
 
 
 def test_shown_configuration_is_accepted_again() -> None:

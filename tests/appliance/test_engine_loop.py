@@ -3,6 +3,7 @@
 import pytest
 
 from planner.buckets import Lattice
+from planner.prefixes import PrefixSettings
 from planner.sequence import FinishReason
 from tests.support.arithmetic_model import VOCAB, next_id
 from tests.support.engine_rig import EngineRig, prompt
@@ -186,8 +187,8 @@ def test_choices_hold_the_shared_pages_once():
     assert rig.scheduler.pool.num_pages - rig.scheduler.pool.num_free == 4 + 4
 
 
-def test_choices_compute_the_prompt_each_where_slots_keep_a_part_of_it():
-    rig = EngineRig(share_prompts=False)
+def test_choices_compute_the_prompt_each_where_nothing_is_reused():
+    rig = EngineRig(prefixes=PrefixSettings(reuse=False))
     keys = rig.submit(prompt(49), 10, n=3, temperature=1.0)
     rig.settle()
     rig.assert_exact()
@@ -226,13 +227,13 @@ def test_followers_that_find_no_slot_share_with_whoever_still_runs():
     assert [rig.gateway.finishes[key].cached_tokens for key in keys] == [0] + [32] * 4
 
 
-def test_followers_that_find_nobody_compute_for_themselves():
+def test_choices_that_run_one_after_the_other_share_what_the_first_left():
     lattice = Lattice(decode_slots=(1,), prefill_chunks=(64,), prefill_slots=1, widths=(8,))
     rig = EngineRig(lattice=lattice)
     keys = rig.submit(prompt(40), 4, n=3)
     rig.settle()
     rig.assert_exact()
-    assert [rig.gateway.finishes[key].cached_tokens for key in keys] == [0, 0, 0]
+    assert [rig.gateway.finishes[key].cached_tokens for key in keys] == [0, 32, 32]
 
 
 # ---------------------------------------------------------------------- pages run out

@@ -80,13 +80,11 @@ def test_every_sampling_parameter_reaches_the_engine(tmp_path: Path) -> None:
     run(body)
 
 
-def test_choices_share_a_leader_and_have_their_own_seeds(tmp_path: Path) -> None:
+def test_choices_have_their_own_seeds(tmp_path: Path) -> None:
     async def body() -> None:
         async with pair(tmp_path) as both:
             generation = await both.together(both.worker.submit(request(1, 2, choices=3)))
             first, second, third = both.engine.sequences.values()
-            assert second.leader is first
-            assert third.leader is first
             assert len({s.sampling.seed for s in (first, second, third)}) == 3
             assert first.sampling.seed == 5
             for sequence, token in ((third, 30), (first, 10), (second, 20)):
@@ -373,11 +371,14 @@ def test_the_engine_gives_a_sign_of_life_while_it_turns(tmp_path: Path) -> None:
 def test_status_carries_the_engines_counts(tmp_path: Path) -> None:
     async def body() -> None:
         async with pair(tmp_path) as both:
-            both.engine.report("ready", "", running=3, waiting=2, free_pages=4)
+            both.engine.report(
+                "ready", "", running=3, waiting=2, free_pages=4, cached_pages=3, prompt_tokens=8, reused_tokens=2
+            )
             both.clock.ns += 1_000_000_000
             await both.until(lambda: both.worker.status().running == 3)
             status = both.worker.status()
             assert (status.waiting, status.free_pages, status.total_pages) == (2, 4, 10)
+            assert (status.cached_pages, status.hit_rate) == (3, 0.25)
             assert status.last_step_age_s == 1.0
 
     run(body)

@@ -5,7 +5,7 @@ import logging
 from pathlib import Path
 
 from appliance.http_server import at_port, at_socket
-from tests.support.live_server import free_port
+from appliance.reservation import listen_at_socket, reserve_port
 
 
 async def nothing(scope, receive, send):
@@ -25,8 +25,9 @@ def test_making_a_server_closes_no_handler_and_no_stream_of_others(tmp_path: Pat
     logger = logging.getLogger("zccp.test")
     logger.addHandler(handler)
     try:
-        at_port(nothing, "127.0.0.1", free_port(), http2=False, max_connections=8)
-        at_socket(nothing, tmp_path / "socket", max_connections=8)
+        with reserve_port("127.0.0.1", 0) as port, listen_at_socket(tmp_path / "socket") as private:
+            at_port(nothing, port, http2=False, max_connections=8)
+            at_socket(nothing, private, max_connections=8)
         logger.warning("still here")
     finally:
         logger.removeHandler(handler)

@@ -1,6 +1,7 @@
 """The whole node: a real main process, a real worker with real HTTP, a real engine loop over the arithmetic model."""
 
 import json
+import resource
 import signal
 import socket
 import time
@@ -196,6 +197,19 @@ def test_bc_111_no_secret_and_no_prompt_in_the_log_or_the_metrics(tmp_path: Path
         assert "CANARY" not in running.log.read_text()
         assert "CANARY" not in metrics
         assert len([line for line in running.lines() if line["event"] == "request"]) == 4
+
+
+def test_workers_may_open_as_many_files_as_the_system_allows(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+    try:
+        with node(tmp_path, server={"max_connections": 300}) as running:
+            running.wait_ready()
+            pids = running.process.pid, running.children()["worker-0"]
+            assert [resource.prlimit(pid, resource.RLIMIT_NOFILE) for pid in pids] == [(512, hard), (hard, hard)]
+            assert running.end() == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_systemd_hears_ready_and_stopping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,9 +4,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from appliance.config import ApplianceConfig, build
 from appliance.planning import free_bytes, plan_to_serve, plans_by_format, store_directory, usable_bytes
+from appliance.wiring import tell_of_context
 from planner.catalogue import find_architecture
 from planner.decide import terms_of
 from planner.formats import KvFormat, WeightForm
@@ -146,3 +148,12 @@ def test_devices_have_a_store_of_their_own() -> None:
     assert place() == Path("/h/programs/llama/a100_sxm_80-bf16-bf16-pallas")
     assert place(devices=8).name == "a100_sxm_80-bf16-bf16-pallas-d8"
     assert place(devices=8, context_devices=4).name == "a100_sxm_80-bf16-bf16-pallas-d8x4"
+
+
+def test_a_context_that_is_lowered_is_told_unless_it_was_asked_for() -> None:
+    cases = [({}, 131_072, []), ({}, 200_000, [(200_000, 131_072)]), ({"context": 512}, 200_000, [])]
+    for given, model_context, told in cases:
+        with capture_logs() as lines:
+            tell_of_context(model_context, config_of(given))
+        assert [(line["of_model"], line["served"]) for line in lines] == told
+        assert all("set engine.context" in line["event"] for line in lines)

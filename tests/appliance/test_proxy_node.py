@@ -5,7 +5,7 @@ import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -13,23 +13,11 @@ import pytest
 
 from appliance import doctor
 from appliance.config import build
-from tests.support.front import Front, names, needs_nginx, nginx, proxy_sections, shared_folder, wait_for
+from tests.support.front import names, needs_nginx, proxy_sections, shared_folder, wait_for
+from tests.support.front_node import fronted_node
 from tests.support.node import Node, ask, expected, node
 
 pytestmark = needs_nginx
-
-
-@contextmanager
-def fronted_node(tmp_path: Path, *, delay_ms: float = 0.0, workers: int = 2) -> Iterator[tuple[Node, Front]]:
-    with shared_folder() as folder:
-        memory = {"segment_count": 16, "cleanup_interval_ms": 1000}
-        sections = {"proxy": proxy_sections(folder, tls=False), "server": {"workers": workers}, "shared_memory": memory}
-        with node(tmp_path, delay_ms=delay_ms, **sections) as running:
-            running.wait_ready()
-            port = int(running.url.rsplit(":", 1)[1])
-            sections["server"]["port"] = port
-            with nginx(build({**sections, "paths": {"home": str(tmp_path / "home")}}, {}), folder) as front:
-                yield running, front
 
 
 def worker_of(running: Node) -> int:

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from tests.support.node import Node, ask, expected, node, text_of, wait_for
+from tests.support.serving_children import HANG
 
 CHAT = {"messages": [{"role": "user", "content": "abc"}]}
 ENDPOINTS: dict[str, dict[str, Any]] = {
@@ -248,6 +249,37 @@ def test_a_stopped_engine_counts_as_hung_and_is_replaced_and_an_idle_one_does_no
         assert ended["ended"] == f"signal SIGKILL: {line['cause']}"
         assert running.children()["worker-0"] == children["worker-0"]
         assert ask(running.url, "next", 9).json()["choices"][0]["text"] == expected("next", 9)
+        assert running.end() == 0
+
+
+def test_a_worker_whose_loop_hangs_is_replaced_and_the_others_go_on(tmp_path: Path) -> None:
+    server = {"workers": 2, "worker_timeout_s": 2.0}
+    with node(tmp_path, delay_ms=20, server=server) as running:
+        running.wait_ready()
+        running.wait_healed()
+        children = running.children()
+        clients = [Client(running.url, "/v1/completions", 250, streaming=True) for _ in range(6)]
+        wait_for(lambda: all(len(client.events) > 2 for client in clients))
+        with pytest.raises(httpx.TransportError):
+            ask(running.url, HANG, 5)
+        for client in clients:
+            client.join(30)
+        assert not any(client.is_alive() for client in clients)
+        running.wait_healed(workers=1)
+        (line,) = running.events("the worker is ended")
+        assert line["cause"] in [
+            f"no sign of life for {silent} s, server.worker_timeout_s is 2" for silent in (2, 3, 4)
+        ]
+        (ended,) = running.events(RESTARTED)
+        assert (ended["child"], ended["ended"]) == (line["child"], f"signal SIGKILL: {line['cause']}")
+        assert 'serving_children.py", line' in running.log.read_text()
+        assert HANG not in running.log.read_text()
+        after = running.children()
+        assert {name for name in children if after[name] != children[name]} == {line["child"]}
+        assert not any("[DONE]" in client.text for client in clients if client.broken)
+        assert all(text_of(client.events[:-1]) == expected("abc", 250) for client in clients if not client.broken)
+        assert ask(running.url, "next", 9).json()["choices"][0]["text"] == expected("next", 9)
+        wait_for(lambda: running.metrics()["zccp_segments_used"] == 0)
         assert running.end() == 0
 
 

@@ -91,11 +91,12 @@ elif sys.argv[1] == "engine":
     from appliance.engine_metrics import EngineObserver
     from appliance.engine_ports import EngineReport
     from planner.buckets import Bucket, Phase
+    from planner.prefixes import ReuseCounts
     engine = EngineObserver(Metrics(CollectorRegistry()))
     engine.launched(Bucket(Phase.DECODE, 4, 1, 2), 3, 3)
     engine.launched(Bucket(Phase.PREFILL, 4, 16, 2), 1, 16)
     engine.stepped(0.001, 16, 3, 2)
-    engine.reported(EngineReport("ready", "", 3, 1, 20, 30, 40, 1.0))
+    engine.reported(EngineReport("ready", "", 3, 1, 20, 30, 40, 6, ReuseCounts(90, 30, 2, 5), 1.0))
     engine.compiled()
 else:
     observer = WorkerObserver(
@@ -137,6 +138,8 @@ def test_any_worker_answers_for_the_whole_node(tmp_path: Path) -> None:
     expected = {
         "zccp_requests_running": 3, "zccp_requests_waiting": 1, "zccp_kv_pages_used": 10, "zccp_kv_pages_total": 40,
         "zccp_kv_use_ratio": 0.25, "zccp_prompt_tokens_total": 16, "zccp_generated_tokens_total": 3,
+        "zccp_kv_pages_cached": 6, "zccp_kv_evictions_total": 5, "zccp_prompt_tokens_reused_total": 30,
+        "zccp_prefix_joins_total": 2,
         "zccp_preemptions_total": 2, "zccp_compilations_total": 1, 'zccp_steps_total{phase="decode"}': 1,
         'zccp_steps_total{phase="prefill"}': 1, 'zccp_step_rows_total{phase="decode"}': 3,
         "zccp_time_to_first_token_seconds_count": 2, "zccp_time_per_output_token_seconds_count": 2,

@@ -190,5 +190,5 @@ def footprint(pid: int) -> Footprint:
         raise BenchError("the appliance has no engine")
     folder = Path(living["engine"].cmdline()[-1]).parent
     files = {str(path.relative_to(folder)) for path in folder.rglob("*")}
-    files |= {path.name for path in SHARED_MEMORY.glob("zccp-*")}
+    files |= {path.name for path in SHARED_MEMORY.glob(f"zccp-{pid}-*")}
     return Footprint(frozenset(files), len(living), psutil.Process(pid).num_fds())

@@ -43,10 +43,11 @@ class InlineEngine:
         """
         gateway = greedy_gateway(prompts, new_tokens)
         observer = EngineObserver(Metrics(CollectorRegistry()))
-        engine, _ = build_engine(self._assignment(), gateway, observer, announce)
+        engine, _ = build_engine(self.assignment(), gateway, observer, announce)
         return run_to_end(engine, gateway)
 
-    def _assignment(self) -> Assignment:
+    def assignment(self) -> Assignment:
+        """What an engine process would be told."""
         return Assignment(
             role="engine",
             index=0,

@@ -33,9 +33,7 @@ def build_engine(
     plan = plan_for(config, read_record(Path(assignment.model)))
     announce("compiling null programs")
     device = null_device(plan, lambda _done, _total: None)
-    scheduler = Scheduler(
-        plan.lattice, PagePool(plan.num_pages, plan.page_size), schedule_settings(plan, config.engine)
-    )
+    scheduler = Scheduler(plan.lattice, PagePool(plan.num_pages, plan.page_size), schedule_settings(plan, config))
     vocab = plan.architecture.vocab
     engine = Engine(
         device.weights, device.state, device.programs, scheduler, gateway, vocab=vocab, metrics=observer

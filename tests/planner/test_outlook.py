@@ -94,7 +94,7 @@ def test_pages_that_choices_share_count_once_and_with_the_last_to_end() -> None:
     follower.pages = [*leader.pages[:2], *pool.take(1)]
     other.pages = pool.take(3)
     ending = a_sequence(prompt=40)  # its pages are gone
-    outlook = outlook_of([leader, follower, other, ending], pool, lambda _: 2)
+    outlook = outlook_of([leader, follower, other, ending], pool)
     assert outlook.peak(Need(0, 0)) == 8 + (40 + 8) + (40 + 8) + (8 + 8)
     assert outlook.peak(Need(0, 30)) == max(
         (8 + 10 + 8) + (40 + 10 + 8) + (40 + 10 + 8) + (10 + 8),  # the leader ends, and what is left of it

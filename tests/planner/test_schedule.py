@@ -23,9 +23,8 @@ class Bench:
 
     def sequence(self, length: int, max_tokens: int = 10, tenant: str = "t", **sampling: object) -> Sequence:
         self.made += 1
-        return Sequence(
-            self.made, f"r{self.made}", tenant, [1] * length, length, Sampling(max_tokens, **sampling), self.now_s
-        )  # type: ignore[arg-type]
+        ids = [self.made] + [1] * (length - 1)  # no two begin alike
+        return Sequence(self.made, f"r{self.made}", tenant, ids, length, Sampling(max_tokens, **sampling), self.now_s)  # type: ignore[arg-type]
 
     def submit(self, length: int, max_tokens: int = 10, tenant: str = "t", **sampling: object) -> Sequence:
         sequence = self.sequence(length, max_tokens, tenant, **sampling)
@@ -188,7 +187,7 @@ def test_a_preempted_one_is_not_resumed_before_its_id_in_flight_has_come():
     assert (batch.decode, batch.preempted, pool.num_free) == ([old, other], 2, 9)
     assert (batch.entered, small.in_flight) == ([], 1)  # there would be room
     bench.scheduler.commit(sampled, [7] * 4, 1.0)
-    assert (small.ids, small.in_flight) == ([1, 7], 0)
+    assert (small.ids, small.in_flight) == ([small.key, 7], 0)
     assert bench.scheduler.next_batch(2.0).entered == [small]
     pool.give_back(others)
     bench.scheduler.commit([*batch.decode, old, other, small], [7] * 5, 2.0)

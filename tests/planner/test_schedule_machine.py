@@ -1,16 +1,20 @@
 """Scheduler against a naive model: what every page holds, position by position, and what each sequence must become."""
 
+import struct
+from hashlib import sha256
+
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from planner.buckets import Lattice, Phase, round_up
 from planner.pages import PagePool
+from planner.prefixes import PrefixSettings
 from planner.schedule import Batch, Scheduler, SchedulerSettings
 from planner.sequence import FinishReason, Sampling, Sequence, Status
 
 LATTICE = Lattice(decode_slots=(1, 2, 3), prefill_chunks=(4, 12), prefill_slots=2, widths=(2, 5))
-PAGE_SIZE, NUM_PAGES, ALIGN, BUDGET = 4, 7, 4, 7
+PAGE_SIZE, NUM_PAGES, ALIGN, BUDGET = 4, 7, 2, 7
 CAPACITY = 5 * PAGE_SIZE
 STOP = 0
 
@@ -21,10 +25,11 @@ def made_up(lineage: int, position: int) -> int:
 
 
 class ScheduleMachine(RuleBasedStateMachine):
-    """Requests come, are cancelled and time out; steps are committed one late.
+    """Requests come, are cancelled and time out; steps are committed one late. Prompts begin alike more often than not.
 
-    ``cells`` is the model of the pool: page and offset to the request (for prompt ids) or sequence and position that
-    was written there last, in the order of dispatch.
+    ``cells`` is the model of the pool: page and offset to the ids up to there that were written there last, in the
+    order of dispatch, with the tenant where tenants share nothing. ``first`` is the same for the first positions, which
+    belong to slots where there is a lead.
     """
 
     @staticmethod
@@ -33,9 +38,8 @@ class ScheduleMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        bounds = SchedulerSettings(BUDGET, max_waiting=6, max_waiting_tokens=60, max_overtakes=2, chunk_align=ALIGN)
-        self.scheduler = Scheduler(LATTICE, self.pool(), bounds)
-        self.cells: dict[tuple[int, int], tuple[str, int]] = {}
+        self.cells: dict[tuple[int, int], tuple[object, ...]] = {}
+        self.first: dict[tuple[int, int], tuple[object, ...]] = {}
         self.all: list[Sequence] = []
         self.finished: list[Sequence] = []
         self.unread: list[Sequence] = []
@@ -43,8 +47,20 @@ class ScheduleMachine(RuleBasedStateMachine):
         self.now_s = 0.0
         self.key = 0
 
+    @initialize(lead=st.sampled_from([0, 0, ALIGN]), warm_up=st.booleans(), all_tenants=st.booleans())
+    def begin(self, lead: int, warm_up: bool, all_tenants: bool) -> None:
+        self.lead, self.all_tenants = lead, all_tenants
+        bounds = SchedulerSettings(
+            BUDGET, max_waiting=6, max_waiting_tokens=60, max_overtakes=2, chunk_align=ALIGN,
+            prefixes=PrefixSettings(lead=lead, warm_up=warm_up, all_tenants=all_tenants),
+        )  # fmt: skip
+        self.scheduler = Scheduler(LATTICE, self.pool(), bounds)
+
     @rule(
         length=st.integers(1, 21),
+        parts_at=st.integers(0, 21),
+        goes_on=st.booleans(),
+        precious=st.booleans(),
         max_tokens=st.integers(1, 25),
         n=st.sampled_from([1, 1, 2, 3]),
         tenant=st.sampled_from("ab"),
@@ -52,17 +68,29 @@ class ScheduleMachine(RuleBasedStateMachine):
         expected=st.none() | st.floats(),
     )
     def submit(
-        self, length: int, max_tokens: int, n: int, tenant: str, patience: int | None, expected: float | None
+        self,
+        length: int,
+        parts_at: int,
+        goes_on: bool,
+        precious: bool,
+        max_tokens: int,
+        n: int,
+        tenant: str,
+        patience: int | None,
+        expected: float | None,
     ) -> None:
+        """``goes_on``: the prompt begins with all ids of the newest sequence, as the next turn of a chat does."""
+        before_it = list(self.all[-1].ids) if goes_on and self.all else [99] * 21
+        prompt = (before_it[:parts_at] + [100 + self.key % 3] * 21)[:length]
         request = f"r{self.key}"
         deadline_s = None if patience is None else self.now_s + patience
         sampling = Sampling(max_tokens, stop_ids=frozenset({STOP}))
         choices = [
-            Sequence(self.key + i, request, tenant, [99] * length, length, sampling, self.now_s, deadline_s)
+            Sequence(self.key + i, request, tenant, list(prompt), length, sampling, self.now_s, deadline_s)
             for i in range(n)
         ]
         for choice in choices:
-            choice.expected_len = expected
+            choice.expected_len, choice.precious = expected, precious
         self.key += n
         before = self.scheduler.num_waiting, self.scheduler.num_waiting_tokens
         refusal = self.scheduler.submit(choices)
@@ -99,12 +127,13 @@ class ScheduleMachine(RuleBasedStateMachine):
         if running and running[0].status is not Status.FINISHED:
             assert running[0].status is Status.RUNNING, "the oldest keeps its place"
         for sequence in batch.decode:
+            self._read(sequence, sequence.computed - 1)
+        for sequence in batch.decode:
             self._write(sequence, sequence.computed - 1, 1)
-            self._read(sequence, sequence.computed)
+        for chunk in batch.prefill:
+            self._read(chunk.sequence, chunk.start)  # of a launch, what was there before it
         for chunk in batch.prefill:
             self._write(chunk.sequence, chunk.start, chunk.count)
-        for chunk in batch.prefill:
-            self._read(chunk.sequence, chunk.end)
         # in the order of dispatch: the ids of the step before are applied after this one is planned
         unread, self.unread = self.unread, [*batch.decode, *(c.sequence for c in batch.prefill if c.samples)]
         lengths = [len(s.ids) for s in unread]
@@ -133,26 +162,45 @@ class ScheduleMachine(RuleBasedStateMachine):
         for sequence in batch.decode:
             assert sequence.scheduled_len <= sequence.max_len <= CAPACITY
 
-    def _lineage(self, sequence: Sequence, position: int) -> tuple[str, int]:
-        return (sequence.request_id if position < sequence.prompt_len else f"s{sequence.key}"), position
+    def _lineage(self, sequence: Sequence, position: int) -> tuple[object, ...]:
+        """Every id up to a position, those that are still in flight included."""
+        prompt = sequence.ids[: sequence.prompt_len]
+        later = [made_up(sequence.key, place) for place in range(sequence.prompt_len, position + 1)]
+        return "" if self.all_tenants else sequence.tenant, *[*prompt, *later][: position + 1]
 
     def _write(self, sequence: Sequence, start: int, count: int) -> None:
         for position in range(start, start + count):
+            if position < self.lead:
+                self.first[sequence.slot, position] = self._lineage(sequence, position)
+                continue
             page = sequence.pages[position // PAGE_SIZE]
             assert [s for s in self.all if page in s.pages] == [sequence], "nobody writes a shared page"
             self.cells[page, position % PAGE_SIZE] = self._lineage(sequence, position)
 
     def _read(self, sequence: Sequence, end: int) -> None:
         for position in range(end):
-            cell = sequence.pages[position // PAGE_SIZE], position % PAGE_SIZE
-            assert self.cells[cell] == self._lineage(sequence, position), "every position is where the table says"
+            if position < self.lead:
+                found = self.first[sequence.slot, position]
+            else:
+                found = self.cells[sequence.pages[position // PAGE_SIZE], position % PAGE_SIZE]
+            assert found == self._lineage(sequence, position), "every position is where the table says"
 
     @invariant()
     def holds(self) -> None:
         self.scheduler.check()
+        self._check_names()
         self.finished += self.scheduler.take_finished()
         assert len({s.key for s in self.finished}) == len(self.finished), "one finish each"
         assert {s.key for s in self.finished} == {s.key for s in self.all if s.status is Status.FINISHED}
+
+    def _check_names(self) -> None:
+        """What has a name holds what the name says, whoever computed it."""
+        for name, page in self.scheduler.pool.named():
+            tenant, *ids = self.cells[page, PAGE_SIZE - 1]
+            chain = b"" if self.all_tenants else sha256(str(tenant).encode()).digest()
+            for start in range(0, len(ids), PAGE_SIZE):
+                chain = sha256(chain + struct.pack(f"<{PAGE_SIZE}i", *ids[start : start + PAGE_SIZE])).digest()
+            assert chain == name
 
     def teardown(self) -> None:
         """Everything ends in a bounded number of steps, as it would have ended alone."""
@@ -166,6 +214,8 @@ class ScheduleMachine(RuleBasedStateMachine):
         assert self.scheduler.num_live == 0
         assert self.scheduler.pool.num_free == self.scheduler.pool.num_pages
         for sequence in self.all:
+            assert 0 <= sequence.cached_tokens < sequence.prompt_len
+            assert sequence.cached_tokens + sequence.created_tokens <= sequence.prompt_len
             self._check_end(sequence)
 
     def _check_end(self, sequence: Sequence) -> None:

@@ -55,7 +55,9 @@ def serve(
             request = pending.pop()
             sampling = Sampling(request.max_tokens, stop_ids=frozenset({STOP}))
             choices = [
-                Sequence(len(wanted) + i, "r", "t", [1] * request.prompt, request.prompt, sampling, 0.0)
+                Sequence(
+                    len(wanted) + i, "r", "t", [len(wanted)] + [1] * (request.prompt - 1), request.prompt, sampling, 0.0
+                )
                 for i in range(request.choices)
             ]
             for choice in choices:
@@ -160,7 +162,9 @@ class Held:
 
     def add(self, length: int, deadline_s: float | None = None, expected: float | None = 300.0) -> Sequence:
         self.made += 1
-        sequence = Sequence(self.made, "r", "t", [1] * length, length, Sampling(400), 0.0, deadline_s)
+        sequence = Sequence(
+            self.made, "r", "t", [self.made] + [1] * (length - 1), length, Sampling(400), 0.0, deadline_s
+        )
         sequence.expected_len = expected
         assert self.scheduler.submit([sequence]) is None
         return sequence

@@ -91,59 +91,41 @@ def test_in_turn_looks_past_those_that_do_not_fit_but_not_for_ever():
     assert seen[:6] == [0, 1, 30, 31, 2, 3]
 
 
-def test_parked_followers_are_in_line_only_when_opened():
+def test_parked_ones_are_in_line_only_when_called_and_keep_their_place():
     lines = WaitingLines()
-    leader, *followers = (made(order) for order in range(3))
-    lines.add(leader)
-    for follower in followers:
-        lines.park(follower, leader)
-    lines.add(made(3))
-    assert (len(lines), lines.num_tokens) == (4, 40)
-    assert [s.order for s in lines.in_turn()] == [0, 3]
-    assert sorted(s.order for s in lines) == [0, 1, 2, 3]
-    lines.admit(leader, 10)
-    assert lines.leads(leader)
-    lines.open(leader)
-    lines.open(leader)
-    assert [s.order for s in lines.in_turn()] == [1, 2, 3]
+    first, second, third, last = (made(order) for order in range(4))
+    for sequence in (first, second, third, last):
+        lines.add(sequence)
+    lines.admit(first, 10)
+    lines.park(second)
+    lines.park(third)
+    assert (len(lines), lines.num_tokens) == (3, 30)
+    assert [s.order for s in lines.in_turn()] == [3]
     assert sorted(s.order for s in lines) == [1, 2, 3]
-    lines.admit(followers[0], 10)
-    lines.remove(followers[1])
-    assert not lines.leads(leader)
-    assert (len(lines), lines.num_tokens) == (1, 10)
+    lines.call([third])
+    lines.call([third, first])  # nobody who is not parked
+    assert [s.order for s in lines.in_turn()] == [2, 3]
+    lines.call([second])
+    assert [s.order for s in lines.in_turn()] == [1, 2, 3]
 
 
-def test_regroup_without_an_heir_lets_the_oldest_lead():
+def test_a_parked_one_that_ends_is_called_in_vain():
     lines = WaitingLines()
-    leader, first, second, third = (made(order) for order in range(4))
-    lines.add(leader)
-    for follower in (first, second, third):
-        lines.park(follower, leader)
-    lines.admit(leader, 10)
-    lines.open(leader)
-    lines.regroup(leader)
-    assert [s.order for s in lines.in_turn()] == [1]
-    assert (first.leader, second.leader, third.leader) == (None, first, first)
-    assert lines.leads(first)
-    lines.remove(first)
-    lines.regroup(first)
-    assert (second.leader, third.leader) == (None, second)
-    lines.remove(third)
-    assert not lines.leads(second)
-    lines.regroup(second)
-    assert [s.order for s in lines.in_turn()] == [2]
+    sequence = made(0)
+    lines.add(sequence)
+    lines.park(sequence)
+    lines.remove(sequence)
+    lines.call([sequence])
+    assert (len(lines), lines.num_tokens, list(lines), list(lines.in_turn())) == (0, 0, [], [])
 
 
-def test_regroup_with_an_heir_keeps_everybody_in_line():
+def test_those_who_are_parked_while_looked_at_hide_nobody():
     lines = WaitingLines()
-    leader, heir, waiting = (made(order) for order in range(3))
-    lines.add(leader)
-    lines.park(heir, leader)
-    lines.park(waiting, leader)
-    lines.admit(leader, 10)
-    lines.open(leader)
-    lines.admit(heir, 10)
-    lines.regroup(leader, heir)
-    assert waiting.leader is heir
-    assert [s.order for s in lines.in_turn()] == [2]
-    assert lines.leads(heir)
+    for order in range(3 * LOOK_AHEAD):
+        lines.add(made(order))
+    seen = []
+    for sequence in lines.in_turn():
+        seen.append(sequence.order)
+        if sequence.order < 2 * LOOK_AHEAD:
+            lines.park(sequence)
+    assert seen == list(range(3 * LOOK_AHEAD))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.rollout import materials
-from tests.rollout.fleet import Fleet, missing
+from tests.rollout.fleet import Fleet, missing, run
 from tests.rollout.materials import ROOT
 
 NODES = ("gpu1", "gpu2", "gpu3", "gpu4")
@@ -216,9 +216,46 @@ def test_a_broken_release_stops_at_the_first_host_and_is_taken_back(
     assert f"{version} failed on {NODES[0]}, which serves {before[NODES[0]]} again" in done.stdout
     assert set(recap(done)) == {NODES[0]}
     assert installed.releases() == before
+    assert installed.fleet.on(NODES[0], "ls /opt/zccp/releases").split() == [FIRST, SECOND]
     assert installed.drained() == []
     assert tally["failed"] == []
     assert tally["requests"] > 10
+
+
+def complete(operator: Operator, folder: Path, prompt: str, *headers: str) -> int:
+    """The status of one completion through the balancer."""
+    url = f"https://{operator.fleet.hosts[-1].address}/v1/completions"
+    body = json.dumps({"model": "smollm2-135m", "prompt": prompt, "max_tokens": 1})
+    given = [f"authorization: Bearer {(folder / 'key').read_text()}", "content-type: application/json", *headers]
+    options = [option for header in given for option in ("--header", header)]
+    trust = ("--cacert", str(folder / "files/ca.pem"), "--output", "/dev/null", "--write-out", "%{http_code}")
+    return int(run(*operator.fleet.inside("curl", "--silent", *trust, *options, "--data-binary", body, url)))
+
+
+def served_by(operator: Operator, count: int) -> list[str]:
+    """The appliances that gave the last answers of the balancer, each request's last one where it was sent on."""
+    lines = operator.fleet.on(FRONT, f"tail -n {count} /var/log/nginx/access.log").splitlines()
+    return [json.loads(line)["node"].split(", ")[-1] for line in lines]
+
+
+def test_prompts_that_begin_alike_meet(installed: Operator, folder: Path) -> None:
+    beginning = "something about everything " * 160
+    assert [complete(installed, folder, f"{beginning} and {n}") for n in range(4)] == [200] * 4
+    assert len(set(served_by(installed, 4))) == 1
+    assert [complete(installed, folder, "Hello", f"x-zccp-route: {n}") for n in range(12)] == [200] * 12
+    assert len(set(served_by(installed, 12))) > 1
+    assert [complete(installed, folder, f"Prompt {n}", "x-zccp-route: same") for n in range(4)] == [200] * 4
+    assert len(set(served_by(installed, 4))) == 1
+
+
+def test_an_appliance_that_is_gone_is_passed_over(installed: Operator, folder: Path) -> None:
+    routes = [f"x-zccp-route: {n}" for n in range(8)]
+    lost = next(host for host in installed.fleet.hosts if host.name == NODES[1])
+    installed.fleet.on(lost.name, "systemctl stop nginx zccp")
+    assert [complete(installed, folder, "Hello", route) for route in routes] == [200] * len(routes)
+    assert f"{lost.address}:443" not in served_by(installed, len(routes))
+    installed.fleet.on(lost.name, "systemctl start zccp nginx")
+    assert installed.play("status.yml").stdout.count("status=ready") == len(NODES)
 
 
 def test_going_back_to_an_earlier_release(installed: Operator, folder: Path) -> None:
@@ -236,6 +273,22 @@ def test_a_release_that_is_not_there_is_refused(installed: Operator) -> None:
     assert done.returncode == 2
     assert "gpu1 has no release 0.0.1; install it with rollout.yml" in done.stdout
     assert installed.releases() == before
+
+
+def test_changed_settings_restart_drained_hosts(installed: Operator, folder: Path) -> None:
+    before = installed.releases()
+    with load(installed, folder) as tally:
+        release = before[NODES[0]]
+        values = {"application_version": release, "zccp_site_batches": [2, "100%"], "application_drain_s": 25}
+        done = installed.play("site.yml", "--limit", "appliances", **values)
+    assert done.returncode == 0, done.stdout[-8000:]
+    assert done.stdout.count("gets new settings and is drained and restarted") == len(NODES)
+    assert installed.releases() == before
+    for name in NODES:
+        assert installed.fleet.on(name, "grep drain_s /etc/zccp/config.yaml").strip() == "drain_s: 25"
+        assert installed.fleet.on(name, "systemctl show zccp --property TimeoutStopUSec --value").strip() == "40s"
+    assert installed.drained() == []
+    assert tally["failed"] == []
 
 
 def test_status_is_one_line_a_host(installed: Operator) -> None:

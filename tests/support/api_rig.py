@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from api.app import create_app
-from api.ports import ModelCard, QuotaState, RequestRecord, Tenant
+from api.ports import Answers, Generator, ModelCard, QuotaState, RequestRecord, Tenant
 from api.settings import ApiSettings
 from tests.support.scripted_engine import VOCAB, ScriptedCodec, ScriptedEngine
 
@@ -173,6 +173,8 @@ class Rig:
         settings: ApiSettings | None = None,
         context: int = CONTEXT,
         has_chat_template: bool = True,
+        over: Callable[[Generator], Generator] = lambda generator: generator,
+        answers: Answers | None = None,
     ) -> None:
         self.engine = engine or ScriptedEngine()
         self.codec = ScriptedCodec()
@@ -188,7 +190,9 @@ class Rig:
             vocab=VOCAB,
             has_chat_template=has_chat_template,
         )
-        self.app = create_app(self.engine, self.codec, self.card, self.keys, self.quota, self.observer, self.settings)
+        self.app = create_app(
+            over(self.engine), self.codec, self.card, self.keys, self.quota, self.observer, self.settings, None, answers
+        )
 
     async def call(
         self,

@@ -7,6 +7,7 @@ from appliance.engine_ports import Arrival, Cancellation, Emission, EngineReport
 from appliance.gateway_engine import EngineGateway
 from appliance.host.segments import SegmentFile
 from appliance.submission import ModelLimits
+from planner.prefixes import ReuseCounts
 from planner.sequence import FinishReason, Sequence
 
 LIMITS = ModelLimits(vocab=1000, context=4096, eos_ids=frozenset({2}))
@@ -44,6 +45,8 @@ class EngineLoop:
                 waiting_tokens=0,
                 free_pages=counts.get("free_pages", 7),
                 total_pages=10,
+                cached_pages=counts.get("cached_pages", 0),
+                reuse=ReuseCounts(counts.get("prompt_tokens", 0), counts.get("reused_tokens", 0)),
                 last_step_s=1.0,
             )
         )
@@ -70,6 +73,7 @@ class EngineLoop:
                 error=str(ending.get("error", "")),
                 prompt_len=sequence.prompt_len,
                 cached_tokens=int(ending.get("cached_tokens", 0)),  # type: ignore[call-overload]
+                created_tokens=int(ending.get("created_tokens", 0)),  # type: ignore[call-overload]
                 queue_s=0.1,
                 prefill_s=0.2,
                 decode_s=0.3,

@@ -7,6 +7,7 @@ from appliance.engine import Engine
 from appliance.engine_ports import Arrival, Cancellation, Emission, EngineReport, Finished, Forecast
 from planner.buckets import Bucket, Lattice
 from planner.pages import PagePool
+from planner.prefixes import PrefixSettings
 from planner.schedule import Scheduler, SchedulerSettings
 from planner.sequence import Sampling, Sequence
 from tests.support.arithmetic_model import VOCAB, ArithmeticModel, continuation
@@ -103,12 +104,13 @@ class EngineRig:
         align: int = 16,
         prefill_budget: int = 32,
         forecast: Forecast | None = None,
+        prefixes: PrefixSettings = PrefixSettings(),  # noqa: B008 - a frozen value
         **bounds: int,
     ) -> None:
         self.clock = Clock()
         self.gateway = ListGateway()
         self.tally = Tally()
-        settings = SchedulerSettings(prefill_budget=prefill_budget, chunk_align=align, **bounds)
+        settings = SchedulerSettings(prefill_budget=prefill_budget, chunk_align=align, prefixes=prefixes, **bounds)
         self.scheduler = Scheduler(lattice, PagePool(num_pages, page_size), settings)
         self.model = ArithmeticModel(lattice, num_pages, page_size, align, on_write=self._on_write)
         self.engine = Engine(

@@ -28,6 +28,7 @@ from appliance.config import ApplianceConfig, build
 from appliance.handoff import BodyDirectory, directories
 from appliance.http_server import at_port, at_socket
 from appliance.nginx import nginx_config
+from appliance.reservation import listen_at_port, listen_at_socket, reserve_port
 from tests.support.api_rig import Rig
 from tests.support.live_server import free_port
 
@@ -95,11 +96,16 @@ def proxy_sections(folder: Path, *, tls: bool = True) -> dict[str, object]:
 
 
 @contextmanager
-def nginx(config: ApplianceConfig, folder: Path, change: Callable[[str], str] = lambda text: text) -> Iterator[Front]:
+def nginx(
+    config: ApplianceConfig,
+    folder: Path,
+    change: Callable[[str], str] = lambda text: text,
+    printed: Callable[[ApplianceConfig], str] = nginx_config,
+) -> Iterator[Front]:
     """Run nginx; ``change`` edits what the appliance prints, for what cannot be configured in it."""
     assert NGINX is not None, "ZCCP_REQUIRE_NGINX is set and there is no nginx"
     file = folder / "nginx.conf"
-    file.write_text(change(nginx_config(config)))
+    file.write_text(change(printed(config)))
     options = ["-e", str(folder / "error.log"), "-g", f"daemon off; pid {folder}/pid;", "-c", str(file)]
     process = subprocess.Popen([NGINX, *options], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     scheme = "https" if config.proxy.certificate else "http"
@@ -159,9 +165,11 @@ def fronted(
 def _served(rig: Rig, config: ApplianceConfig, port: int) -> Iterator[asyncio.AbstractEventLoop]:
     loop = asyncio.new_event_loop()
     bodies = BodyDirectory(config.proxy.bodies)
+    reservation = reserve_port("127.0.0.1", port)
+    private = HandedOver(rig.app, bodies.take, rig.settings)
     servers = [
-        at_port(rig.app, "127.0.0.1", port, http2=False, max_connections=128),
-        at_socket(HandedOver(rig.app, bodies.take, rig.settings), config.proxy.socket_of(0), max_connections=128),
+        at_port(rig.app, listen_at_port(reservation), http2=False, max_connections=128),
+        at_socket(private, listen_at_socket(config.proxy.socket_of(0)), max_connections=128),
     ]
     ended = asyncio.Event()
 
@@ -182,6 +190,7 @@ def _served(rig: Rig, config: ApplianceConfig, port: int) -> Iterator[asyncio.Ab
         assert not thread.is_alive(), "the servers still have open answers after 20 s"
         loop.close()
         bodies.close()
+        reservation.close()
 
 
 def wait_for(condition: Callable[[], object], within_s: float = 20.0) -> None:

@@ -26,7 +26,7 @@ from pathlib import Path
 from appliance.config import build
 from appliance.lifecycle import Commands, StartError, serve
 from appliance.telemetry import configure_logging
-given = json.loads(sys.argv[1])
+config, given = Path(sys.argv[1]), json.loads(sys.argv[2])
 configure_logging("info", "main")
 run = (sys.executable, "-m", "tests.support.serving_children")
 kernel_log = given.pop("kernel_log")
@@ -35,7 +35,9 @@ if kernel_log:
     watch_cards(Path(kernel_log))
 commands = Commands(worker=(*run, "worker"), engine=(*run, *given.pop("command")))
 try:
-    sys.exit(serve(build(given, {}), Path("/no-model"), commands, lambda line: print(line, flush=True)))
+    def read():
+        return build(json.loads(config.read_text()), {})
+    sys.exit(serve(read(), Path("/no-model"), commands, lambda line: print(line, flush=True), read))
 except StartError as error:
     print(f"StartError: {error}", file=sys.stderr)
     sys.exit(1)
@@ -45,6 +47,7 @@ except StartError as error:
 @dataclass
 class Node:
     process: "subprocess.Popen[str]"
+    config: Path
     log: Path
     home: Path
     run: Path
@@ -106,6 +109,18 @@ class Node:
         segments = sorted(path.name for path in Path("/dev/shm").glob(f"zccp-{self.process.pid}-*"))
         return files, segments, len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
 
+    def reload(self, **sections: dict) -> None:
+        """Change the configuration and ask for a reload."""
+        config = json.loads(self.config.read_text())
+        for section, values in sections.items():
+            config.setdefault(section, {}).update(values)
+        self.config.write_text(json.dumps(config))
+        self.process.send_signal(signal.SIGHUP)
+
+    def wait_reloaded(self, times: int) -> None:
+        """Wait until so many reloads are over."""
+        wait_for(lambda: len(self.events("reloaded")) == times, 90.0)
+
     def end(self, number: int = signal.SIGTERM, within_s: float = 20.0) -> int:
         self.process.send_signal(number)
         return self.process.wait(within_s)
@@ -122,24 +137,25 @@ def node(
     **sections: dict,
 ) -> Iterator[Node]:
     server = {"port": 0, "drain_s": 5, **sections.pop("server", {})}
-    given = {
-        "command": engine or ("engine", str(delay_ms)),
+    given = {"command": engine or ("engine", str(delay_ms)), "kernel_log": kernel_log}
+    config = {
         "engine": {"step_timeout_s": step_timeout_s},
-        "kernel_log": kernel_log,
         "server": server,
         "shared_memory": {"segment_count": 16},
         "paths": {"home": str(tmp_path / "home"), "run": str(tmp_path / "run")},
         **sections,
     }
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
     log = tmp_path / "log.txt"
     with (
         log.open("w") as stderr,
         subprocess.Popen(
-            [sys.executable, "-c", MAIN, json.dumps(given)],
+            [sys.executable, "-c", MAIN, str(file), json.dumps(given)],
             stdout=subprocess.PIPE, stderr=stderr, text=True, cwd=ROOT,
         ) as process,
     ):  # fmt: skip
-        running = Node(process, log, tmp_path / "home", tmp_path / "run", server.get("workers", 1))
+        running = Node(process, file, log, tmp_path / "home", tmp_path / "run", server.get("workers", 1))
         try:
             yield running
         finally:

@@ -4,7 +4,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from appliance import lifecycle
+from appliance import node
 from appliance.host.card_errors import KernelLog
 from planner.target import find_target
 
@@ -17,5 +17,5 @@ def watch_cards(pipe: Path) -> None:
             self._cards = cards
             self._descriptor = os.open(pipe, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
 
-    lifecycle.KernelLog = PipedLog
-    lifecycle.find_target = lambda name: replace(find_target(name), card="a card")
+    node.KernelLog = PipedLog
+    node.find_target = lambda name: replace(find_target(name), card="a card")

@@ -2,8 +2,9 @@
 
 Run as ``python -m tests.support.serving_children ROLE [OPTION] assignment.json``. Roles: ``worker``; ``engine`` with a
 delay in ms for each id; ``broken-engine`` with the reason why it cannot load; ``engine-unless`` with a file that holds
-such a reason while there is one. SIGUSR2 lets the next step of an engine fail. The codec maps id n to the character
-chr(32 + n), so that ids 0 to 94 are printable and every text of a prompt can be sent.
+such a reason while there is one. SIGUSR2 lets the next step of an engine fail; a worker that is to encode ``HANG`` does
+not come back from that. The codec maps id n to the character chr(32 + n), so that ids 0 to 94 are printable and every
+text of a prompt can be sent.
 """
 
 import os
@@ -21,12 +22,15 @@ from appliance.submission import ModelLimits
 from tests.support.arithmetic_model import VOCAB, ArithmeticModel
 
 CONTEXT = 1024
+HANG = "hang here"
 
 
 class ByteCodec:
     """Id n is chr(32 + n)."""
 
     def encode(self, text: str, *, parse_special: bool, tenant: str = "") -> list[int]:
+        if text == HANG:
+            time.sleep(1e6)
         return [max(0, min(ord(character) - 32, VOCAB - 1)) for character in text]
 
     def encode_chat(self, messages: Sequence[ChatMessage], **_: object) -> list[int]:

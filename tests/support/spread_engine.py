@@ -13,9 +13,10 @@ from planner.architecture import ModelArchitecture
 from planner.build import compile_all
 from planner.decoder import QUERY_ENERGY
 from planner.formats import KvFormat, WeightForm
-from planner.kv import energy_shape
+from planner.kv import energy_shape, lead_of
 from planner.pages import PagePool
 from planner.plan import Plan, make_plan
+from planner.prefixes import PrefixSettings
 from planner.program import empty_state, serving_devices
 from planner.schedule import Scheduler, SchedulerSettings
 from planner.sequence import Sampling
@@ -32,10 +33,11 @@ MODEL = ModelArchitecture(
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Ids of each prompt, the log-probabilities of the likeliest ids at each position, and the engine's report."""
+    """Ids of each prompt, the log-probabilities of the likeliest ids at each position, and how many ids were reused."""
 
     ids: list[list[int]]
     top: list[list[dict[int, float]]]
+    cached: list[int]
 
 
 def plan_of(architecture: ModelArchitecture = MODEL, **changes: object) -> Plan:
@@ -63,36 +65,54 @@ def rounded_to_int8(weights: Mapping[str, np.ndarray], architecture: ModelArchit
     return found
 
 
-def answers(plan: Plan, prompts: Sequence[Sequence[int]], new_tokens: int, seed: int = 7) -> Answer:
-    """Compile the plan, put random weights on its devices, and step an engine until it has answered every prompt."""
-    arch = plan.architecture
-    placement = Placement.of(plan, serving_devices(plan))
-    tree: Mapping[str, np.ndarray] = random_weights(arch, seed)
-    if plan.weight_form is WeightForm.INT8:
-        tree = rounded_to_int8(tree, arch)
-    specs = weight_specs(arch, plan.weight_form)
-    weights = {name: place_weight(plan, spec, tree[name], placement) for name, spec in specs.items()}
-    if plan.kv_format in BASE_BITS:
-        energy = np.random.default_rng(seed).uniform(0.5, 2.0, energy_shape(arch)).astype(np.float32)
-        weights[QUERY_ENERGY] = place_energy(plan, energy, placement)
-    programs = compile_all(plan, lambda *_: None, 2)
-    pool = PagePool(plan.num_pages, plan.page_size, plan.context_devices, plan.shard_pages)
-    settings = SchedulerSettings(plan.prefill_budget, share_prompts=plan.kv_format not in BASE_BITS)
-    scheduler, gateway = Scheduler(plan.lattice, pool, settings), ListGateway()
-    engine = Engine(weights, empty_state(programs), program_set(programs), scheduler, gateway, vocab=arch.vocab)
-    sampling = Sampling(max_tokens=new_tokens, temperature=0.0, top_logprobs=20)
-    for key, prompt in enumerate(prompts):
-        stream = Stream(key, f"r{key}", "t", list(prompt), len(prompt), sampling, arrival_s=0.0)
-        gateway.inbox.append(Arrival((stream,)))
-    engine.step()
-    while not engine.idle:
+class RandomModel:
+    """A plan's programs, compiled, and random weights on its devices."""
+
+    def __init__(self, plan: Plan, seed: int = 7) -> None:
+        arch = plan.architecture
+        placement = Placement.of(plan, serving_devices(plan))
+        tree: Mapping[str, np.ndarray] = random_weights(arch, seed)
+        if plan.weight_form is WeightForm.INT8:
+            tree = rounded_to_int8(tree, arch)
+        specs = weight_specs(arch, plan.weight_form)
+        self.plan = plan
+        self.weights = {name: place_weight(plan, spec, tree[name], placement) for name, spec in specs.items()}
+        if plan.kv_format in BASE_BITS:
+            energy = np.random.default_rng(seed).uniform(0.5, 2.0, energy_shape(arch)).astype(np.float32)
+            self.weights[QUERY_ENERGY] = place_energy(plan, energy, placement)
+        self.programs = compile_all(plan, lambda *_: None, 2)
+
+    def answers(
+        self, prompts: Sequence[Sequence[int]], new_tokens: int, *, reuse: bool = True, every: int = 0
+    ) -> Answer:
+        """Step an engine until it has answered every prompt; they come all at once, or one ``every`` so many steps."""
+        plan, vocab = self.plan, self.plan.architecture.vocab
+        pool = PagePool(plan.num_pages, plan.page_size, plan.context_devices, plan.shard_pages)
+        prefixes = PrefixSettings(reuse=reuse, lead=lead_of(plan.kv_format))
+        scheduler = Scheduler(plan.lattice, pool, SchedulerSettings(plan.prefill_budget, prefixes=prefixes))
+        gateway, state = ListGateway(), empty_state(self.programs)
+        engine = Engine(self.weights, state, program_set(self.programs), scheduler, gateway, vocab=vocab)
+        sampling = Sampling(max_tokens=new_tokens, temperature=0.0, top_logprobs=20)
+        for key, prompt in enumerate(prompts):
+            stream = Stream(key, f"r{key}", "t", list(prompt), len(prompt), sampling, arrival_s=0.0)
+            gateway.inbox.append(Arrival((stream,)))
+            for _ in range(every):
+                engine.step()
         engine.step()
-        scheduler.check()
-    assert pool.num_free == pool.num_pages
-    keys = range(len(prompts))
-    # the first pair of a record is the id that was sampled
-    top = [[dict(record[1:]) for record in gateway.logprobs[key]] for key in keys]
-    return Answer([gateway.ids[key] for key in keys], top)
+        while not engine.idle:
+            engine.step()
+            scheduler.check()
+        assert pool.num_free == pool.num_pages
+        keys = range(len(prompts))
+        # the first pair of a record is the id that was sampled
+        top = [[dict(record[1:]) for record in gateway.logprobs[key]] for key in keys]
+        cached = [gateway.finishes[key].cached_tokens for key in keys]
+        return Answer([gateway.ids[key] for key in keys], top, cached)
+
+
+def answers(plan: Plan, prompts: Sequence[Sequence[int]], new_tokens: int, seed: int = 7) -> Answer:
+    """What a random model under a plan answers to prompts that come all at once."""
+    return RandomModel(plan, seed).answers(prompts, new_tokens)
 
 
 def assert_equal(found: Answer, wanted: Answer, tolerance: float) -> None:

@@ -99,7 +99,7 @@ def test_unknown_bench_lists_those_there_are(capsys) -> None:
     assert run(name="speed") == (2, "")
     assert capsys.readouterr().err == (
         "zccp: there is no bench 'speed'; the benches are "
-        "build, ingest, kernels, kv-quality, start, step, chaos, connections, old-stack, parity, peers, soak\n"
+        "build, ingest, kernels, kv-quality, start, step, chaos, connections, old-stack, parity, peers, reuse, soak\n"
     )
 
 
