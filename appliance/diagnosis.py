@@ -12,7 +12,7 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,10 @@ import redis
 from prometheus_client.parser import text_string_to_metric_families
 
 from appliance.config import ApplianceConfig, client_key
+from appliance.config_cache import without_secrets
 from appliance.findings import Finding
 from appliance.proxy_probe import WAIT_S, local
+from appliance.reuse.redis_index import connect
 from planner.target import DEFAULT_TARGET, find_target
 
 MIB = 1 << 20
@@ -265,17 +267,13 @@ def _growth(sight: Sight) -> Finding:
 
 
 def _redis(config: ApplianceConfig) -> Finding:
-    url = config.cache.redis_url
-    if not url:
+    cache = config.cache
+    if not cache.redis_url:
         return Finding("redis", "ok", "no Redis: cache.redis_url is empty")
     try:
-        with redis.Redis.from_url(url, socket_timeout=WAIT_S, socket_connect_timeout=WAIT_S) as client:
+        with closing(connect(cache.redis_url, WAIT_S, cluster=cache.redis_cluster)) as client:
             client.ping()
     except (redis.RedisError, ValueError) as error:
-        cause = f"Redis cannot be reached: {type(error).__name__}: {_without_secret(str(error))}"
+        cause = f"Redis cannot be reached: {type(error).__name__}: {without_secrets(str(error))}"
         return Finding("redis", "failed", cause, "start it, or correct cache.redis_url")
     return Finding("redis", "ok", "Redis answers at cache.redis_url")
-
-
-def _without_secret(text: str) -> str:
-    return re.sub(r"//[^/@\s]*@", "//***@", text)

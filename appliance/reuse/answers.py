@@ -101,28 +101,28 @@ class KeptAnswers:
         """Give nothing again of what the tenant has asked before now, in no worker; see ``api.ports.Answers``."""
         self._marks.change(tenant)
 
-    def find(self, request: GenerationRequest) -> tuple[Event, ...] | None:
-        """The events of an answer to the same request, None where there is none."""
+    async def ask(self, request: GenerationRequest, generator: Generator) -> Generation:
+        """An answer that is kept; else one of the generator's, whose events are kept once all have come."""
         if not is_repeatable(request):
             self._counted.labels("no").inc()
-            return None
-        key = key_of(request)
+            return await generator.submit(request)
+        key, mark = key_of(request), self._marks.of(request.tenant)
+        events = self._find(key, mark)
+        self._counted.labels("miss" if events is None else "hit").inc()
+        if events is not None:
+            return _Replayed(events, len(request.prompt_ids))
+        generation = await generator.submit(request)
+        return _Recorded(generation, request.num_choices, lambda events: self._keep(key, mark, events))
+
+    def _find(self, key: bytes, mark: bytes) -> tuple[Event, ...] | None:
         answer = self._answers.get(key)
-        if answer is not None and (self._clock() >= answer.until_s or answer.mark != self._marks.of(request.tenant)):
-            self._drop(key)
-            answer = None
-        self._counted.labels("miss" if answer is None else "hit").inc()
         if answer is None:
+            return None
+        if self._clock() >= answer.until_s or answer.mark != mark:
+            self._drop(key)
             return None
         self._answers.move_to_end(key)
         return answer.events
-
-    def recorded(self, request: GenerationRequest, generation: Generation) -> Generation:
-        """A generation whose events are kept once all have come."""
-        if not is_repeatable(request):
-            return generation
-        key, mark = key_of(request), self._marks.of(request.tenant)
-        return _Recorded(generation, request.num_choices, lambda events: self._keep(key, mark, events))
 
     def _keep(self, key: bytes, mark: bytes, events: Sequence[Event]) -> None:
         size = _ANSWER_BYTES + sum(map(_bytes_of, events))
@@ -170,10 +170,7 @@ class _Generator:
 
     async def submit(self, request: GenerationRequest) -> Generation:
         """An answer that is kept, else one of the engine's."""
-        events = self._answers.find(request)
-        if events is not None:
-            return _Replayed(events, len(request.prompt_ids))
-        return self._answers.recorded(request, await self._inner.submit(request))
+        return await self._answers.ask(request, self._inner)
 
     def status(self) -> EngineStatus:
         """What is known of the engine."""

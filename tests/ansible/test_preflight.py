@@ -1,26 +1,15 @@
 """Preflight refuses hosts that cannot be appliances, with every reason at once; a host is a folder like sysfs here."""
 
-import importlib.util
 import json
 import re
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from tests.ansible.playing import ANSIBLE, document, play
+from tests.support.scripts import loaded
 
 GIB_KB = 1024 * 1024
-
-
-def load() -> ModuleType:
-    """The module that looks at a host."""
-    spec = importlib.util.spec_from_file_location("zccp_host", ANSIBLE / "library" / "zccp_host.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def host(
@@ -58,7 +47,7 @@ SWITCH = ("1af1", "0x068000", -1)
 
 
 def test_what_a_host_has(tmp_path: Path) -> None:
-    found = load().examine(
+    found = loaded(ANSIBLE / "library" / "zccp_host.py").examine(
         host(tmp_path, (A100, FAR_A100, SWITCH), nodes=2, driver="535.261.03"), [str(tmp_path / "none")]
     )
     assert found["driver"] == "535.261.03"
@@ -72,7 +61,7 @@ def test_what_a_host_has(tmp_path: Path) -> None:
 
 
 def test_a_host_that_tells_nothing(tmp_path: Path) -> None:
-    found = load().examine(tmp_path, [])
+    found = loaded(ANSIBLE / "library" / "zccp_host.py").examine(tmp_path, [])
     assert found == {
         "gpus": [], "nvswitches": [], "driver": "", "numa_nodes": 1, "cpu_flags": [], "memory_mb": 0, "free_mb": {},
     }  # fmt: skip

@@ -175,6 +175,7 @@ async def measure(
             lambda rate, client=client: turn(client, rate, 1), 0.25 / alone.p50_s, bound_s
         )
         done += 1
+        progress(f"{name}: {stack.name} sustains {arm.rates[stack.name]:.2f} requests a second", done, total)
     rate, own = (arm.rates[stack.name] for stack in stacks)
     for kept, times in ((arm.compared, LOAD), (arm.overloaded, OVERLOAD)):
         for repeat in range(repeats):
@@ -182,6 +183,7 @@ async def measure(
             first, second = [await turn(client, times * rate, 2 + repeat) for client in clients]
             kept.append((first, second))
             done += 2
+            progress(f"{name}: {times:g} times: {_brief(first)} and {_brief(second)}", done, total)
     for repeat in range(repeats):
         progress(f"{name}: from 10 % to 50 % of what zccp sustains", done, total)
         arm.growth.append(
@@ -280,6 +282,10 @@ def told(name: str, arm: Arm) -> list[str]:
                 f"ms, {errors} errors of {requests}"
             )
     return lines
+
+
+def _brief(turn: Turn) -> str:
+    return f"{turn.p50_s * 1e3:.1f} / {turn.p99_s * 1e3:.1f} ms, {turn.errors} errors"
 
 
 async def _asked(stack: Stack, bodies: Sequence[bytes]) -> None:

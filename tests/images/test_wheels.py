@@ -1,10 +1,10 @@
 """Which entries of a lock a Python of another version needs."""
 
-import importlib.util
 from pathlib import Path
-from types import ModuleType
 
 from packaging.requirements import Requirement
+
+from tests.support.scripts import loaded
 
 ROOT = Path(__file__).parents[2]
 LOCK = """\
@@ -18,25 +18,15 @@ colorama==0.4.6 ; sys_platform == 'win32' \\
 """
 
 
-def load() -> ModuleType:
-    """The script as a module."""
-    spec = importlib.util.spec_from_file_location("wheels", ROOT / "images" / "wheels.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_entries_that_hold_for_the_other_python_lose_their_condition() -> None:
-    first, rest = load().entries(LOCK, "3.11.2").split("click", 1)
+    first, rest = loaded(ROOT / "images" / "wheels.py").entries(LOCK, "3.11.2").split("click", 1)
     assert first == "async-timeout==5.0.1 \\\n    --hash=sha256:aa\n"
     assert rest == "==8.5.1 \\\n    --hash=sha256:bb \\\n    --hash=sha256:cc\n"
-    assert load().entries(LOCK, "3.11.7").startswith("click==8.5.1")
+    assert loaded(ROOT / "images" / "wheels.py").entries(LOCK, "3.11.7").startswith("click==8.5.1")
 
 
 def test_the_lock_itself_is_read_whole() -> None:
-    text = load().entries((ROOT / "requirements.lock").read_text(), "3.11.2")
+    text = loaded(ROOT / "images" / "wheels.py").entries((ROOT / "requirements.lock").read_text(), "3.11.2")
     names = [Requirement(line.removesuffix(" \\")).name for line in text.splitlines() if line[0].isalnum()]
     assert len(names) == len(set(names))
     assert {"jax", "async-timeout", "litestar"} <= set(names)
