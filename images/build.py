@@ -1,5 +1,6 @@
 """Build an image: ``python -m images.build --variant cpu``; what it is made of stands in ``images/recipe.yaml``."""
 
+import shutil
 import sys
 import time
 import tomllib
@@ -16,10 +17,12 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from images.debian import BuildError, bootstrap
-from images.disk import make_disk, make_release, put_seed
+from images.disk import Contents, make_disk, make_release, put_seed
+from images.driver import PUBLIC_KEY, build_module
 from images.model import build_programs, convert_weights
-from images.recipe import RecipeError, read_recipe
-from images.tree import HOST, REPOSITORY, make_tree
+from images.recipe import Recipe, RecipeError, read_recipe
+from images.sbom import write_sbom
+from images.tree import HOST, REPOSITORY, Progress, make_tree
 
 
 @click.command()
@@ -37,28 +40,10 @@ def main(variant: str, out: Path, given: str | None, signing_key: Path | None, s
 
     try:
         recipe = read_recipe()
-        kind = recipe.variant(variant)
-        work = (out / variant).absolute()
-        work.mkdir(parents=True, exist_ok=True)
+        recipe.variant(variant)
         key = signing_key or out / "key.pem"
-        public = _key(key)
         version = given or tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["version"]
-        progress("tools")
-        tools = out.absolute() / "tools"
-        bootstrap(tools, recipe.tools_release, recipe.tools, ("main",), recipe.epoch)
-        progress("programs")
-        programs = build_programs(work, kind, key)
-        progress("weights")
-        model = convert_weights(work, kind)
-        tree = work / "tree"
-        make_tree(tree, work, recipe, kind, version, progress)
-        host = tree / HOST.relative_to("/")
-        (host / "release-key.pem").write_bytes(public)
-        (host / "variant").write_text(f"{variant}\n")
-        progress("the disk")
-        disk = make_disk(work, tree, tools, recipe, kind, version, (programs, model))
-        progress("the release")
-        release = make_release(work, disk, tree, variant, version, key)
+        disk, release = _build((out / variant).absolute(), out, recipe, variant, version, key, progress)
         if seed is not None:
             put_seed(disk, seed)
         progress("done")
@@ -66,6 +51,39 @@ def main(variant: str, out: Path, given: str | None, signing_key: Path | None, s
     except (BuildError, RecipeError, OSError) as error:
         print(f"images.build: {error}", file=sys.stderr)
         sys.exit(1)
+
+
+def _build(
+    work: Path, out: Path, recipe: Recipe, variant: str, version: str, key: Path, progress: Progress
+) -> tuple[Path, Path]:
+    """Everything in its order; the disk and the folder of the release."""
+    kind = recipe.variant(variant)
+    work.mkdir(parents=True, exist_ok=True)
+    public = _key(key)
+    progress("tools")
+    tools = out.absolute() / "tools"
+    bootstrap(tools, recipe.tools_release, recipe.tools, ("main",), recipe.epoch)
+    progress("programs")
+    programs = build_programs(work, kind, key)
+    progress("weights")
+    model = convert_weights(work, kind)
+    progress("the driver's module")
+    builder = build_module(work, recipe, kind)
+    tree = work / "tree"
+    make_tree(tree, work, recipe, kind, version, builder, progress)
+    host = tree / HOST.relative_to("/")
+    (host / "release-key.pem").write_bytes(public)
+    (host / "variant").write_text(f"{variant}\n")
+    progress("the bill of materials")
+    sbom = work / "sbom.cdx.json"
+    write_sbom(sbom, tree, recipe, variant, version)
+    shutil.copy(sbom, host)
+    contents = Contents(tree, tools, programs, model, sbom, builder and builder / PUBLIC_KEY)
+    progress("the disk")
+    disk = make_disk(work, contents, recipe, kind, version)
+    progress("the release")
+    release = make_release(work, disk, contents, variant, version, key)
+    return disk, release
 
 
 def _key(path: Path) -> bytes:

@@ -6,7 +6,7 @@ Owns how a tree is made and entered. The mirrors come from apt's own configurati
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -67,7 +67,7 @@ def bootstrap(tree: Path, release: str, packages: Sequence[str], components: Seq
 
 
 @contextmanager
-def entered(tree: Path, binds: Mapping[Path, Path] | None = None) -> Iterator[None]:
+def entered(tree: Path, binds: Mapping[Path, Path] | None = None) -> Generator[None]:
     """Mount what programs expect, and ``binds`` (inside -> outside), for the block.
 
     Raises:
@@ -95,6 +95,18 @@ def in_tree(tree: Path, command: Sequence[str], environment: Mapping[str, str] |
         BuildError: it failed.
     """
     return run(["chroot", str(tree), *command], environment)
+
+
+def kernel_of(tree: Path) -> str:
+    """The version of the tree's kernel.
+
+    Raises:
+        BuildError: there is none, or more than one.
+    """
+    found = [path.name.removeprefix("vmlinuz-") for path in (tree / "boot").glob("vmlinuz-*")]
+    if len(found) != 1:
+        raise BuildError(f"{tree}/boot has kernels {found}; exactly one is wanted")
+    return found[0]
 
 
 def run(command: Sequence[str], environment: Mapping[str, str] | None = None, folder: Path | None = None) -> str:

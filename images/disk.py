@@ -8,14 +8,15 @@ import hashlib
 import json
 import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from uuid import UUID, uuid5
 
-from images.debian import BuildError, entered, in_tree, run
+from images.debian import BuildError, entered, in_tree, kernel_of, run
 from images.host.slots import LABELS, entry_text
 from images.host.update import MANIFEST, SIGNATURE
 from images.recipe import Recipe, Variant
-from images.tree import PROGRAMS, kernel_of
+from images.tree import PROGRAMS
 
 DEFINITIONS = """\
 [Partition]
@@ -28,36 +29,41 @@ UUID={uuid}
 """
 
 
-def make_disk(
-    out: Path, tree: Path, tools: Path, recipe: Recipe, variant: Variant, version: str, parts: tuple[Path, Path]
-) -> Path:
-    """Write ``disk.raw`` with the tree in the first slot.
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What goes onto a disk: folders of the root, the tools, the programs and, or None, the model; two files.
 
-    Args:
-        out: folder for it.
-        tree: the root file system; programs are put into it.
-        tools: the tree of tools.
-        recipe: of all variants.
-        variant: which.
-        version: of the release.
-        parts: folders of the programs and of the model.
+    ``module_key`` is the public key of the driver's module, for hosts with secure boot; None without such a module.
+    """
+
+    tree: Path
+    tools: Path
+    programs: Path
+    model: Path | None
+    sbom: Path
+    module_key: Path | None
+
+
+def make_disk(out: Path, contents: Contents, recipe: Recipe, variant: Variant, version: str) -> Path:
+    """Write ``disk.raw`` into a folder, with the tree, which gets the programs, in the first slot.
 
     Raises:
         BuildError: a tool failed.
     """
+    tree, tools, model = contents.tree, contents.tools, contents.model
     stage = out / "stage"
     shutil.rmtree(stage, ignore_errors=True)
     efi, data, definitions = stage / "efi", stage / "data", stage / "repart.d"
-    programs, model = parts
     inside = tree / PROGRAMS.relative_to("/")
     shutil.rmtree(inside, ignore_errors=True)
-    shutil.copytree(programs, inside)
+    shutil.copytree(contents.programs, inside)
     run(["chmod", "-R", "a+rX,go-w", str(inside)])
-    _boot_files(efi, tree, tools, version)
+    _boot_files(efi, contents, version)
     store = data / "var/lib/zccp/models"
     store.mkdir(parents=True)
     (data / ".var").mkdir()
-    shutil.copytree(model, store / model.name)
+    if model is not None:
+        shutil.copytree(model, store / model.name)
     for path in (data / "var/lib/zccp", *(data / "var/lib/zccp").rglob("*")):
         os.chown(path, 810, 810, follow_symlinks=False)
     (data / "var/lib/zccp").chmod(0o750)
@@ -82,8 +88,8 @@ def make_disk(
     return disk
 
 
-def make_release(out: Path, disk: Path, tree: Path, variant: str, version: str, signing_key: Path) -> Path:
-    """Write the folder of a release: the packed root, boot files, and a manifest that the key signs.
+def make_release(out: Path, disk: Path, contents: Contents, variant: str, version: str, signing_key: Path) -> Path:
+    """Write the folder of a release: packed root, boot files, bill of materials, and a manifest that the key signs.
 
     Raises:
         BuildError: a tool failed.
@@ -96,9 +102,10 @@ def make_release(out: Path, disk: Path, tree: Path, variant: str, version: str, 
     run(["dd", f"if={disk}", f"of={root}", "bs=1M", "iflag=skip_bytes,count_bytes", f"skip={start}", f"count={size}",
          "conv=sparse", "status=none"])  # fmt: skip
     run(["zstd", "--quiet", "--rm", "-10", "--threads=0", str(root)])
-    kernel = kernel_of(tree)
+    tree, kernel = contents.tree, kernel_of(contents.tree)
     shutil.copy(tree / f"boot/vmlinuz-{kernel}", folder / "vmlinuz")
     shutil.copy(tree / f"boot/initrd.img-{kernel}", folder / "initrd.img")
+    shutil.copy(contents.sbom, folder)
     write_manifest(folder, variant, version, signing_key, unpacked_bytes=size)
     return folder
 
@@ -136,7 +143,8 @@ def put_seed(disk: Path, seed: Path) -> None:
     run(["mcopy", "-o", "-i", f"{disk}@@{start}", str(seed), "::/zccp/seed.yaml"])
 
 
-def _boot_files(efi: Path, tree: Path, tools: Path, version: str) -> None:
+def _boot_files(efi: Path, contents: Contents, version: str) -> None:
+    tree, tools = contents.tree, contents.tools
     place, loader = efi / "zccp" / LABELS[0], efi / "EFI/BOOT"
     place.mkdir(parents=True)
     loader.mkdir(parents=True)
@@ -144,7 +152,13 @@ def _boot_files(efi: Path, tree: Path, tools: Path, version: str) -> None:
     kernel = kernel_of(tree)
     shutil.copy(tree / f"boot/vmlinuz-{kernel}", place / "vmlinuz")
     shutil.copy(tree / f"boot/initrd.img-{kernel}", place / "initrd.img")
-    shutil.copy(tools / "usr/lib/systemd/boot/efi/systemd-bootx64.efi", loader / "BOOTX64.EFI")
+    # With secure boot the firmware trusts shim, shim trusts Debian's key, which signed the boot loader and the kernel.
+    # The name of what shim starts is built into it.
+    shutil.copy(tools / "usr/lib/shim/shimx64.efi.signed", loader / "BOOTX64.EFI")
+    shutil.copy(tools / "usr/lib/systemd/boot/efi/systemd-bootx64.efi.signed", loader / "grubx64.efi")
+    shutil.copy(tools / "usr/lib/shim/mmx64.efi.signed", loader / "mmx64.efi")
+    if contents.module_key is not None:
+        shutil.copy(contents.module_key, efi / "zccp/module-key.der")
     (efi / "loader/loader.conf").write_text("timeout 0\neditor no\n")
     (efi / f"loader/entries/zccp-{version}.conf").write_text(entry_text(version, LABELS[0]))
 

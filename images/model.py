@@ -4,16 +4,17 @@ Owns where both are kept between builds. Runs the product's own commands, so tha
 would make.
 """
 
-import json
 import shutil
 import sys
 from pathlib import Path
 
 import yaml
 
+from appliance.model.archive import import_model
 from images.debian import run
 from images.recipe import Variant
 
+ZCCP = (sys.executable, "-m", "appliance.cli")
 ISA_LIMIT = {"cpu_x86_64_v3": "--xla_cpu_max_isa=AVX2"}
 
 
@@ -25,30 +26,26 @@ def build_programs(work: Path, variant: Variant, signing_key: Path) -> Path:
     """
     out = work / "programs"
     flags = {"XLA_FLAGS": ISA_LIMIT[variant.target]} if variant.target in ISA_LIMIT else {}
-    run([sys.executable, "-m", "appliance.cli", "build", "--architecture", variant.model, "--target", variant.target,
+    run([*ZCCP, "build", "--architecture", variant.model, "--target", variant.target,
          "--kv-format", variant.kv_format, "--slots", str(variant.slots), "--max-context", str(variant.context),
          "--out", str(out), "--signing-key", str(signing_key), "--json"], flags)  # fmt: skip
     return out
 
 
-def convert_weights(work: Path, variant: Variant) -> Path:
+def convert_weights(work: Path, variant: Variant) -> Path | None:
     """The folder of the variant's model in a model store, with the weights that are served and without their source.
+
+    None where the image is to hold no weights.
 
     Raises:
         BuildError: the model cannot be fetched or converted.
     """
-    home, file = work / "home", work / "convert.yaml"
+    if not variant.weights:
+        return None
+    home, file, archive = work / "home", work / "convert.yaml", work / "model.tar"
     file.write_text(yaml.safe_dump({"paths": {"home": str(home), "run": str(work / "run")}}))
     form = "int8" if variant.accelerator == "none" else "bf16"
-    command = [sys.executable, "-m", "appliance.cli", "convert", variant.model, "--form", form]
-    run([*command, "--config", str(file), "--json"])
-    (name,) = [path.name for path in (home / "models").iterdir() if _record(path).get("reference") == variant.model]
-    kept = work / "models" / name
-    shutil.rmtree(kept.parent, ignore_errors=True)
-    shutil.copytree(home / "models" / name, kept, ignore=shutil.ignore_patterns("source"))
-    return kept
-
-
-def _record(folder: Path) -> dict[str, str]:
-    file = folder / "model.json"
-    return json.loads(file.read_text()) if file.is_file() else {}
+    run([*ZCCP, "convert", variant.model, "--form", form, "--config", str(file), "--json"])
+    run([*ZCCP, "models", "export", variant.model, str(archive), "--config", str(file), "--json"])
+    shutil.rmtree(work / "models", ignore_errors=True)
+    return import_model(archive, work / "models")

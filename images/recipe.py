@@ -19,26 +19,38 @@ class RecipeError(RuntimeError):
     """The recipe cannot be read, or there is no such variant; the message names the key or the choices."""
 
 
+class Module(Struct, frozen=True, forbid_unknown_fields=True):
+    """A kernel module that Debian ships as source (DKMS): its package, and that of the headers it is built with."""
+
+    package: str
+    headers: str
+
+
 class Variant(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One kind of host.
 
     ``esp_mb``, ``root_mb`` and ``data_mb`` are the sizes of the partitions in MiB: the boot files, each of the two root
-    slots, and what is kept between updates, which grows to the disk's end at boot. ``model`` is what the image holds
-    and serves unless its seed names another; programs are compiled for ``target``, ``kv_format``, ``slots`` and
-    ``context``. ``config`` is the configuration of the appliance before the seed's.
+    slots, and what is kept between updates, which grows to the disk's end at boot. ``module`` is built for the image's
+    kernel in a tree of its own, so that the image holds no compiler. ``lock`` names the Python packages. ``model`` is
+    what the image serves unless its seed names another; programs are compiled for it, ``target``, ``kv_format``,
+    ``slots`` and ``context``. ``weights``: the image holds the model's weights too; else the operator imports them.
+    ``config`` is the configuration of the appliance before the seed's.
     """
 
     components: tuple[str, ...]
     packages: tuple[str, ...]
+    lock: str
     accelerator: Literal["none", "a100"]
     esp_mb: _Size
     root_mb: _Size
     data_mb: _Size
     model: str
+    weights: bool
     target: str
     kv_format: str
     slots: int
     context: int
+    module: Module | None = None
     config: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict[str, dict[str, Any]])
 
 

@@ -4,6 +4,9 @@ Owns the document. Reads what dpkg and the application's environment say of them
 number and time come from the recipe.
 """
 
+# The library's decorators hide the constructors of its classes from type checkers.
+# pyright: reportCallIssue=false, reportAttributeAccessIssue=false
+
 import datetime
 import json
 from pathlib import Path

@@ -4,19 +4,23 @@ Owns what is put into the tree and in which order. Reads the recipe, the lock an
 are the same for images and for hosts that Ansible sets up.
 """
 
+import json
 import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jinja2
 import yaml
 
-from images.debian import BuildError, bootstrap, entered, in_tree, run
+from images.debian import bootstrap, entered, in_tree, kernel_of, run
+from images.driver import put_module
 from images.recipe import Recipe, Variant
 
 REPOSITORY = Path(__file__).parent.parent
 HERE = Path(__file__).parent
+ROLES = REPOSITORY / "ansible/roles"
 OPT = Path("/opt/zccp")
 HOST = Path("/usr/lib/zccp-host")
 UNITS = ("zccp-seed", "zccp-health", "zccp-console", "zccp", "zccp-shared-memory", "nginx", "redis-server", "ssh",
@@ -25,7 +29,9 @@ PROGRAMS = HOST / "programs"
 Progress = Callable[[str], None]
 
 
-def make_tree(tree: Path, work: Path, recipe: Recipe, variant: Variant, version: str, progress: Progress) -> None:
+def make_tree(
+    tree: Path, work: Path, recipe: Recipe, variant: Variant, version: str, builder: Path | None, progress: Progress
+) -> None:
     """Make the tree of a variant.
 
     Args:
@@ -34,6 +40,7 @@ def make_tree(tree: Path, work: Path, recipe: Recipe, variant: Variant, version:
         recipe: of all variants.
         variant: which.
         version: of the application.
+        builder: the tree in which the driver's module was built, if there is one.
         progress: is told each step.
 
     Raises:
@@ -44,8 +51,12 @@ def make_tree(tree: Path, work: Path, recipe: Recipe, variant: Variant, version:
     bootstrap(base, recipe.release, (*recipe.packages, *variant.packages), variant.components, recipe.epoch)
     shutil.rmtree(tree, ignore_errors=True)
     run(["cp", "-a", "--reflink=auto", str(base), str(tree)])
+    if builder is not None:
+        put_module(builder, tree)
     progress("the application")
-    _application(tree, work, version)
+    _application(tree, work, variant.lock, version)
+    progress("packages of the operator")
+    _extra(tree)
     progress("settings of the host")
     _settings(tree, variant)
     _clean(tree)
@@ -56,24 +67,12 @@ def make_tree(tree: Path, work: Path, recipe: Recipe, variant: Variant, version:
         name.unlink()
 
 
-def kernel_of(tree: Path) -> str:
-    """The version of the tree's kernel.
-
-    Raises:
-        BuildError: there is none, or more than one.
-    """
-    found = [path.name.removeprefix("vmlinuz-") for path in (tree / "boot").glob("vmlinuz-*")]
-    if len(found) != 1:
-        raise BuildError(f"{tree}/boot has kernels {found}; exactly one is wanted")
-    return found[0]
-
-
-def _application(tree: Path, work: Path, version: str) -> None:
-    """The packages of the lock, each checked, and this repository's own wheel."""
+def _application(tree: Path, work: Path, name: str, version: str) -> None:
+    """The packages of the lock of this name, each checked, and this repository's own wheel."""
     wheels, own = work / "wheels", work / "wheel"
     python = tree / "usr/bin/python3.11"
     pip = [sys.executable, "-m", "pip"]
-    lock = REPOSITORY / "requirements.lock"
+    lock = REPOSITORY / name
     quiet = ["--quiet", "--no-input", "--disable-pip-version-check", "--no-deps"]
     version_of = run([str(python), "-c", "import platform; print(platform.python_version())"]).strip()
     run([sys.executable, str(HERE / "wheels.py"), str(lock), str(wheels), "--python", version_of])
@@ -85,7 +84,7 @@ def _application(tree: Path, work: Path, version: str) -> None:
         inner = [str(folder / "bin/python"), "-m", "pip", "--isolated", "install", "--no-compile", "--no-index"]
         install = [*inner, *quiet]
         in_tree(tree, [*install, "--find-links", "/run/wheels", "--require-hashes", "--requirement",
-                       f"/run/lock/{lock.name}"])  # fmt: skip
+                       f"/run/lock/{name}"])  # fmt: skip
         in_tree(tree, [*install, *(f"/run/own/{wheel.name}" for wheel in own.glob("zccp-*.whl"))])
         in_tree(tree, [str(folder / "bin/python"), "-m", "compileall", "-q", "-j", "2", "--invalidation-mode",
                        "unchecked-hash", str(folder / "lib")])  # fmt: skip
@@ -97,15 +96,29 @@ def _application(tree: Path, work: Path, version: str) -> None:
     shell.symlink_to(OPT / "current/bin/zccp")
 
 
+def _extra(tree: Path) -> None:
+    """The packages in ``images/extra``; what they depend on has to be in the image or beside them."""
+    packages = sorted(path.name for path in (HERE / "extra").glob("*.deb"))
+    if packages:
+        with entered(tree, {Path("/run/extra"): HERE / "extra"}):
+            in_tree(tree, ["dpkg", "--install", *(f"/run/extra/{name}" for name in packages)])
+
+
 def _settings(tree: Path, variant: Variant) -> None:
-    run(["cp", "-a", "--no-preserve=ownership", f"{HERE}/overlay/.", f"{tree}/"])
+    for overlay in ("overlay", f"overlay-{variant.accelerator}"):
+        if (HERE / overlay).is_dir():
+            run(["cp", "-a", "--no-preserve=ownership", f"{HERE / overlay}/.", f"{tree}/"])
     host = tree / HOST.relative_to("/")
     (host / "images/host").mkdir(parents=True, exist_ok=True)
     for module in (HERE / "host").glob("*.py"):
         shutil.copy(module, host / "images/host" / module.name)
     (host / "defaults.yaml").write_text(yaml.safe_dump(defaults(variant)))
+    (host / "preflight.json").write_text(json.dumps(expected(variant)))
     for name, text in units(variant).items():
         (tree / "etc/systemd/system" / name).write_text(text)
+    (tree / "etc/sysctl.d/60-zccp.conf").write_text(
+        _rendered("host", "sysctl.conf.j2", {"host_sysctl": _role("host")["host_sysctl"]})
+    )
     etc = tree / "etc/zccp"
     etc.mkdir(exist_ok=True)
     (etc / "config.yaml").unlink(missing_ok=True)
@@ -138,9 +151,20 @@ def defaults(variant: Variant) -> dict[str, dict[str, object]]:
     return own
 
 
+def expected(variant: Variant) -> dict[str, object] | None:
+    """What ``images.host.preflight`` holds the machine against; nothing where the image serves anywhere."""
+    if variant.accelerator == "none":
+        return None
+    known = _role("preflight")
+    return {
+        "target": variant.target,
+        "kinds": known["preflight_gpu_kinds"],
+        "fabric_manager": known["preflight_fabric_manager"],
+    }
+
+
 def units(variant: Variant) -> dict[str, str]:
     """The units that Ansible's roles describe, with the settings of an image."""
-    roles = REPOSITORY / "ansible/roles"
     shared = variant.config.get("shared_memory", {})
     settings = {
         "zccp_accelerator": variant.accelerator,
@@ -158,19 +182,29 @@ def units(variant: Variant) -> dict[str, str]:
         "host_segment_size_kb": shared.get("segment_size_kb", 1024),
         "host_shared_memory_margin_mb": 128,
     }
-    # units are no markup: nothing is escaped
+    return {
+        name: _rendered(role, file, settings)
+        for name, role, file in (
+            ("zccp.service", "application", "zccp.service.j2"),
+            ("zccp-shared-memory.service", "host", "zccp-shared-memory.service.j2"),
+            ("run-zccp_bodies.mount", "host", "bodies.mount.j2"),
+        )
+    }
+
+
+def _rendered(role: str, template: str, settings: dict[str, Any]) -> str:
+    """A role's template with the settings of an image."""
+    # settings of systemd are no markup: nothing is escaped
     environment = jinja2.Environment(  # noqa: S701
         undefined=jinja2.StrictUndefined, trim_blocks=True, keep_trailing_newline=True
     )
-    found: dict[str, str] = {}
-    for name, role, file in (
-        ("zccp.service", "application", "zccp.service.j2"),
-        ("zccp-shared-memory.service", "host", "zccp-shared-memory.service.j2"),
-        ("run-zccp_bodies.mount", "host", "bodies.mount.j2"),
-    ):
-        text = (roles / role / "templates" / file).read_text()
-        found[name] = environment.from_string(text).render(settings).replace("Managed by Ansible.", "Of the image.")
-    return found
+    text = (ROLES / role / "templates" / template).read_text()
+    return environment.from_string(text).render(settings).replace("Managed by Ansible.", "Of the image.")
+
+
+def _role(name: str) -> dict[str, Any]:
+    """The defaults of a role."""
+    return yaml.safe_load((ROLES / name / "defaults/main.yml").read_text())
 
 
 def _clean(tree: Path) -> None:

@@ -9,7 +9,7 @@ from typing import TypeVar
 import click
 
 from images.host import console, health, update
-from images.host.seed import SeedError, apply_seed
+from images.host.seed import REFUSED, SeedError, apply_seed
 from images.host.slots import SlotError, booted, entries
 
 VARIANT = Path("/usr/lib/zccp-host/variant")
@@ -25,7 +25,12 @@ def main() -> None:
 @main.command()
 def seed() -> None:
     """Make this host what its seed says; at every boot."""
-    _told(apply_seed)
+    REFUSED.unlink(missing_ok=True)
+    try:
+        apply_seed()
+    except SeedError as error:
+        REFUSED.write_text(str(error))
+        raise SystemExit(f"zccp-host: {error}") from None
 
 
 @main.command(name="health")

@@ -10,6 +10,8 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+from images.host.seed import REFUSED
+
 ISSUE = Path("/run/issue.d/50-zccp.issue")
 PAUSE_S = 5.0
 
@@ -29,6 +31,8 @@ def show() -> None:
 
 
 def _health() -> str:
+    if REFUSED.is_file():
+        return REFUSED.read_text()
     try:
         with urllib.request.urlopen("http://127.0.0.1:8000/health/ready", timeout=5):
             return "ready"

@@ -21,12 +21,15 @@ import msgspec
 import yaml
 from msgspec import Struct
 
+from images.host.preflight import read_expected, reasons
 from images.host.slots import write_durably
 
 DATA = Path("/data/host")
 RUN = Path("/run/zccp-host")
 ON_ESP = Path("/efi/zccp/seed.yaml")
 DEFAULTS = Path("/usr/lib/zccp-host/defaults.yaml")
+REFUSED = RUN / "refused"
+"""Why the host was not made what its seed says; the console shows it."""
 PROBE = DATA / "probe-key"
 ACCOUNT = "zccp"
 REDIS_MB = 64
@@ -85,8 +88,11 @@ def apply_seed() -> None:
     """Make everything that the seed says.
 
     Raises:
-        SeedError: there is no seed, or it is wrong; nothing has been changed then.
+        SeedError: the image is not for this machine, there is no seed, or it is wrong; nothing has been changed then.
     """
+    against = reasons(read_expected())
+    if against:
+        raise SeedError("this machine cannot serve: " + "; ".join(against))
     given = ON_ESP.read_text(encoding="utf-8") if ON_ESP.is_file() else None
     kept = DATA / "seed.yaml"
     if given is None and not kept.is_file():

@@ -9,7 +9,7 @@ import hashlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -167,7 +167,7 @@ def _carry_over(device: Path) -> None:
 
 
 @contextmanager
-def _mounted(device: Path) -> Iterator[Path]:
+def _mounted(device: Path) -> Generator[Path]:
     place = Path("/run/zccp-host/slot")
     place.mkdir(parents=True, exist_ok=True)
     _run(["mount", "-o", "nosuid,nodev,noexec", str(device), str(place)])
