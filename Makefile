@@ -47,6 +47,9 @@ lint: $(DEVELOPMENT) ## run the repository checks: format, types, layers, sizes,
 lock: $(DEVELOPMENT) ## choose the newest allowed versions and write the lock files
 	$(BIN)/uv pip compile pyproject.toml --quiet --upgrade --universal --python-version 3.11 --generate-hashes \
 		--no-emit-index-url --no-annotate --no-header --output-file requirements.lock
+	$(BIN)/uv pip compile pyproject.toml --extra cuda12 --quiet --upgrade --universal --python-version 3.11 \
+		--constraint requirements.lock --generate-hashes --no-emit-index-url --no-annotate --no-header \
+		--output-file requirements-cuda12.lock
 	$(BIN)/uv pip compile --group dev --group peers --quiet --upgrade --universal --python-version 3.11 \
 		--constraint requirements.lock --no-emit-index-url --no-annotate --no-header \
 		| grep -vE '^(nvidia-|cuda-|triton==)' > requirements-dev.lock

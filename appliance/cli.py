@@ -150,9 +150,10 @@ def convert(config_file: Path | None, reference: str | None, form: str | None, f
     """Convert a model's weights into the form that is served."""
     config = load_config(config_file, engine={"weight_form": form}, model={"reference": reference})
     from appliance.building import convert_model  # noqa: PLC0415
-    from planner.formats import WeightForm  # noqa: PLC0415
+    from appliance.planning import weight_form  # noqa: PLC0415
+    from appliance.release import adopt  # noqa: PLC0415
 
-    wanted = WeightForm(config.engine.weight_form or WeightForm.INT8)
+    wanted = weight_form(config if form else adopt(config))
     with ProgressView() as progress:
         made = convert_model(config.home, config.model.reference, wanted, _calibration, progress.update, force=force)
     show({"model": made.folder.name, "weights": str(made.weights), "form": str(made.form), "made": made.fresh}, as_json)

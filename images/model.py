@@ -43,9 +43,9 @@ def convert_weights(work: Path, variant: Variant) -> Path | None:
     if not variant.weights:
         return None
     home, file, archive = work / "home", work / "convert.yaml", work / "model.tar"
-    file.write_text(yaml.safe_dump({"paths": {"home": str(home), "run": str(work / "run")}}))
-    form = "int8" if variant.accelerator == "none" else "bf16"
-    run([*ZCCP, "convert", variant.model, "--form", form, "--config", str(file), "--json"])
+    paths = {"home": str(home), "run": str(work / "run")}
+    file.write_text(yaml.safe_dump({"paths": paths, "engine": {"target": variant.target}}))
+    run([*ZCCP, "convert", variant.model, "--config", str(file), "--json"])
     run([*ZCCP, "models", "export", variant.model, str(archive), "--config", str(file), "--json"])
     shutil.rmtree(work / "models", ignore_errors=True)
     return import_model(archive, work / "models")

@@ -27,8 +27,8 @@ _LISTED = (
 )
 
 
-def write_sbom(path: Path, tree: Path, recipe: Recipe, variant: str, version: str) -> int:
-    """Write the document; how many components it has.
+def write_sbom(path: Path, tree: Path, recipe: Recipe, variant: str, version: str) -> None:
+    """Write the document of a tree.
 
     Raises:
         BuildError: the tree does not say what is in it.
@@ -36,20 +36,34 @@ def write_sbom(path: Path, tree: Path, recipe: Recipe, variant: str, version: st
     with entered(tree):
         debian = in_tree(tree, ["dpkg-query", "--show", "--showformat", "${Package} ${Version} ${Architecture}\\n"])
         python = in_tree(tree, ["/opt/zccp/current/bin/python", "-c", _LISTED])
+    path.write_text(document(debian, python, recipe, variant, version), encoding="utf-8")
+
+
+def document(debian: str, python: str, recipe: Recipe, variant: str, version: str) -> str:
+    """The document as CycloneDX 1.6 in JSON.
+
+    Args:
+        debian: a line a package: name, version, architecture.
+        python: a JSON list of pairs of name and version.
+        recipe: what the image is made from.
+        variant: which of its variants.
+        version: of the release.
+    """
     components = [
         _component("deb", name, of, "debian", {"arch": architecture, "distro": recipe.release})
         for name, of, architecture in (line.split() for line in debian.splitlines())
     ]
-    components += [_component("pypi", name.lower(), of) for name, of in json.loads(python)]
+    components += [_component("pypi", name.lower().replace("_", "-"), of) for name, of in json.loads(python)]
     number = uuid5(recipe.seed, f"{variant} {version} {sorted(str(each.purl) for each in components)}")
     bom = Bom(components=components, serial_number=UUID(str(number)))
     bom.metadata.timestamp = datetime.datetime.fromtimestamp(recipe.epoch, datetime.UTC)
-    bom.metadata.component = Component(
-        name=f"zccp-{variant}", version=version, type=ComponentType.OPERATING_SYSTEM,
+    whole = Component(
+        name=f"zccp-{variant}", version=version, type=ComponentType.OPERATING_SYSTEM, bom_ref=f"zccp-{variant}",
         properties=[Property(name="zccp:variant", value=variant)],
     )  # fmt: skip
-    path.write_text(JsonV1Dot6(bom).output_as_string(indent=1) + "\n", encoding="utf-8")
-    return len(components)
+    bom.metadata.component = whole
+    bom.register_dependency(whole, components)
+    return JsonV1Dot6(bom).output_as_string(indent=1) + "\n"
 
 
 def _component(

@@ -23,8 +23,10 @@ HERE = Path(__file__).parent
 ROLES = REPOSITORY / "ansible/roles"
 OPT = Path("/opt/zccp")
 HOST = Path("/usr/lib/zccp-host")
-UNITS = ("zccp-seed", "zccp-health", "zccp-console", "zccp", "zccp-shared-memory", "nginx", "redis-server", "ssh",
-         "nftables", "systemd-networkd", "systemd-resolved", "systemd-timesyncd")  # fmt: skip
+UNITS = (
+    "zccp-seed", "zccp-model", "zccp-health", "zccp-console", "zccp", "zccp-shared-memory", "nginx", "redis-server",
+    "ssh", "nftables", "systemd-networkd", "systemd-resolved", "systemd-timesyncd",
+)  # fmt: skip
 PROGRAMS = HOST / "programs"
 Progress = Callable[[str], None]
 

@@ -9,6 +9,7 @@ from typing import TypeVar
 import click
 
 from images.host import console, health, update
+from images.host.model import bring_in
 from images.host.seed import REFUSED, SeedError, apply_seed
 from images.host.slots import SlotError, booted, entries
 
@@ -26,11 +27,13 @@ def main() -> None:
 def seed() -> None:
     """Make this host what its seed says; at every boot."""
     REFUSED.unlink(missing_ok=True)
-    try:
-        apply_seed()
-    except SeedError as error:
-        REFUSED.write_text(str(error))
-        raise SystemExit(f"zccp-host: {error}") from None
+    _refused_or(apply_seed)
+
+
+@main.command()
+def model() -> None:
+    """Bring the model in where it is not there yet."""
+    _refused_or(bring_in)
 
 
 @main.command(name="health")
@@ -69,6 +72,15 @@ def status() -> None:
     for entry in entries():
         state = "proven" if entry.tries_left is None else f"on trial, {entry.tries_left} tries left"
         click.echo(f"{entry.label}  {entry.version}  {state}{'  (running)' if entry.label == running else ''}")
+
+
+def _refused_or(work: Callable[[], None]) -> None:
+    """Do work; what stands against it also goes to the console."""
+    try:
+        work()
+    except SeedError as error:
+        REFUSED.write_text(str(error))
+        raise SystemExit(f"zccp-host: {error}") from None
 
 
 def _told(work: Callable[[], _Value]) -> _Value:

@@ -33,6 +33,8 @@ def show() -> None:
 def _health() -> str:
     if REFUSED.is_file():
         return REFUSED.read_text()
+    if _is_starting("zccp-model"):
+        return "bringing the model in"
     try:
         with urllib.request.urlopen("http://127.0.0.1:8000/health/ready", timeout=5):
             return "ready"
@@ -40,6 +42,11 @@ def _health() -> str:
         return f"not ready ({error.code})"
     except OSError:
         return "not running; see journalctl -u zccp -u zccp-seed"
+
+
+def _is_starting(unit: str) -> bool:
+    asked = subprocess.run(["systemctl", "is-active", unit], capture_output=True, text=True, check=False)
+    return asked.stdout.strip() == "activating"
 
 
 def _version() -> str:
