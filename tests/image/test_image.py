@@ -95,6 +95,8 @@ def test_nothing_was_compiled_and_nobody_else_gets_in(made: Made) -> None:
     assert machine.run("passwd -S root").split()[1] in ("L", "LK", "NP")
     assert machine.run("awk -F: '$2 ~ /^[$]/' /etc/shadow") == ""
     assert machine.run("findmnt -no OPTIONS /").split(",")[0] == "ro"
+    score = machine.run("systemd-analyze security --no-pager zccp.service | tail -1")
+    assert float(score.split(":")[1].split()[0]) <= 3.0, score
 
 
 def test_it_is_ready_again_after_a_restart(made: Made) -> None:
