@@ -45,7 +45,7 @@ def main(variant: str, out: Path, given: str | None, signing_key: Path | None, s
         version = given or tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["version"]
         disk, release = _build((out / variant).absolute(), out, recipe, variant, version, key, progress)
         if seed is not None:
-            put_seed(disk, seed)
+            put_seed(disk, out.absolute() / "tools", seed)
         progress("done")
         click.echo(f"{disk}\n{release}")
     except (BuildError, RecipeError, OSError) as error:

@@ -97,11 +97,11 @@ def make_release(out: Path, disk: Path, contents: Contents, variant: str, versio
     folder = out / "release"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    start, size = _partition(disk, LABELS[0])
+    start, size = partition(disk, contents.tools, LABELS[0])
     root = folder / "root.ext4"
     run(["dd", f"if={disk}", f"of={root}", "bs=1M", "iflag=skip_bytes,count_bytes", f"skip={start}", f"count={size}",
          "conv=sparse", "status=none"])  # fmt: skip
-    run(["zstd", "--quiet", "--rm", "-10", "--threads=0", str(root)])
+    run(["zstd", "--quiet", "--rm", "-6", "--threads=0", str(root)])
     tree, kernel = contents.tree, kernel_of(contents.tree)
     shutil.copy(tree / f"boot/vmlinuz-{kernel}", folder / "vmlinuz")
     shutil.copy(tree / f"boot/initrd.img-{kernel}", folder / "initrd.img")
@@ -133,14 +133,30 @@ def write_manifest(
          str(signature)])  # fmt: skip
 
 
-def put_seed(disk: Path, seed: Path) -> None:
+def put_seed(disk: Path, tools: Path, seed: Path) -> None:
     """Copy a seed onto the boot partition of a disk image.
 
     Raises:
-        BuildError: mtools is missing, or the image has no boot partition.
+        BuildError: the image has no boot partition, or it is full.
     """
-    start, _ = _partition(disk, "zccp-esp")
-    run(["mcopy", "-o", "-i", f"{disk}@@{start}", str(seed), "::/zccp/seed.yaml"])
+    start, _ = partition(disk, tools, "zccp-esp")
+    with entered(tools, {Path("/work/disk"): disk.parent, Path("/work/seed"): seed.absolute().parent}):
+        image = f"/work/disk/{disk.name}@@{start}"
+        in_tree(tools, ["mcopy", "-o", "-i", image, f"/work/seed/{seed.name}", "::/zccp/seed.yaml"])
+
+
+def partition(disk: Path, tools: Path, label: str) -> tuple[int, int]:
+    """Where a partition of a disk image begins and how large it is, in bytes.
+
+    Raises:
+        BuildError: there is none of that label.
+    """
+    with entered(tools, {Path("/work/disk"): disk.parent}):
+        table = json.loads(in_tree(tools, ["sfdisk", "--json", f"/work/disk/{disk.name}"]))["partitiontable"]
+    for found in table["partitions"]:
+        if found.get("name") == label:
+            return 512 * found["start"], 512 * found["size"]
+    raise BuildError(f"{disk} has no partition {label}")
 
 
 def _boot_files(efi: Path, contents: Contents, version: str) -> None:
@@ -174,19 +190,6 @@ def _define(folder: Path, seed: UUID, variant: Variant) -> None:
         if source:
             text += f"CopyFiles={source}\n"
         (folder / f"{number}0-{label}.conf").write_text(text)
-
-
-def _partition(disk: Path, label: str) -> tuple[int, int]:
-    """Where a partition begins and how large it is, in bytes.
-
-    Raises:
-        BuildError: there is none of that label.
-    """
-    table = json.loads(run(["sfdisk", "--json", str(disk)]))["partitiontable"]
-    for partition in table["partitions"]:
-        if partition.get("name") == label:
-            return 512 * partition["start"], 512 * partition["size"]
-    raise BuildError(f"{disk} has no partition {label}")
 
 
 def _clamp(folder: Path, epoch: int) -> None:

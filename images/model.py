@@ -13,9 +13,9 @@ import yaml
 from appliance.model.archive import import_model
 from images.debian import run
 from images.recipe import Variant
+from planner.target import find_target
 
 ZCCP = (sys.executable, "-m", "appliance.cli")
-ISA_LIMIT = {"cpu_x86_64_v3": "--xla_cpu_max_isa=AVX2"}
 
 
 def build_programs(work: Path, variant: Variant, signing_key: Path) -> Path:
@@ -24,11 +24,10 @@ def build_programs(work: Path, variant: Variant, signing_key: Path) -> Path:
     Raises:
         BuildError: the build failed.
     """
-    out = work / "programs"
-    flags = {"XLA_FLAGS": ISA_LIMIT[variant.target]} if variant.target in ISA_LIMIT else {}
-    run([*ZCCP, "build", "--architecture", variant.model, "--target", variant.target,
-         "--kv-format", variant.kv_format, "--slots", str(variant.slots), "--max-context", str(variant.context),
-         "--out", str(out), "--signing-key", str(signing_key), "--json"], flags)  # fmt: skip
+    out, target = work / "programs", str(variant.engine["target"])
+    flags = {"XLA_FLAGS": f"--xla_cpu_max_isa={isa}"} if (isa := find_target(target).max_isa) else {}
+    given = ["--architecture", variant.model, "--out", str(out), "--signing-key", str(signing_key)]
+    run([*ZCCP, "build", *given, "--config", str(_configuration(work, variant)), "--json"], flags)
     return out
 
 
@@ -42,10 +41,16 @@ def convert_weights(work: Path, variant: Variant) -> Path | None:
     """
     if not variant.weights:
         return None
-    home, file, archive = work / "home", work / "convert.yaml", work / "model.tar"
-    paths = {"home": str(home), "run": str(work / "run")}
-    file.write_text(yaml.safe_dump({"paths": paths, "engine": {"target": variant.target}}))
-    run([*ZCCP, "convert", variant.model, "--config", str(file), "--json"])
-    run([*ZCCP, "models", "export", variant.model, str(archive), "--config", str(file), "--json"])
+    archive, configuration = work / "model.tar", str(_configuration(work, variant))
+    run([*ZCCP, "convert", variant.model, "--config", configuration, "--json"])
+    run([*ZCCP, "models", "export", variant.model, str(archive), "--config", configuration, "--json"])
     shutil.rmtree(work / "models", ignore_errors=True)
     return import_model(archive, work / "models")
+
+
+def _configuration(work: Path, variant: Variant) -> Path:
+    """What the product's commands are told, in a file."""
+    file = work / "build.yaml"
+    paths = {"home": str(work / "home"), "run": str(work / "run")}
+    file.write_text(yaml.safe_dump({"paths": paths, "engine": variant.engine}))
+    return file

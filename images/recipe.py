@@ -32,9 +32,9 @@ class Variant(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ``esp_mb``, ``root_mb`` and ``data_mb`` are the sizes of the partitions in MiB: the boot files, each of the two root
     slots, and what is kept between updates, which grows to the disk's end at boot. ``module`` is built for the image's
     kernel in a tree of its own, so that the image holds no compiler. ``lock`` names the Python packages. ``model`` is
-    what the image serves unless its seed names another; programs are compiled for it, ``target``, ``kv_format``,
-    ``slots`` and ``context``. ``weights``: the image holds the model's weights too; else the operator imports them.
-    ``config`` is the configuration of the appliance before the seed's.
+    what the image serves unless its seed names another, and ``engine`` the section of the configuration that its
+    programs are compiled for and that hosts have, with the target. ``weights``: the image holds the model's weights
+    too; else the operator imports them. ``config`` are other sections before the seed's.
     """
 
     components: tuple[str, ...]
@@ -46,10 +46,7 @@ class Variant(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     data_mb: _Size
     model: str
     weights: bool
-    target: str
-    kv_format: str
-    slots: int
-    context: int
+    engine: dict[str, str | int]
     module: Module | None = None
     config: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict[str, dict[str, Any]])
 

@@ -144,9 +144,8 @@ def defaults(variant: Variant) -> dict[str, dict[str, object]]:
     """The appliance's configuration before the seed's."""
     own: dict[str, dict[str, object]] = {
         "model": {"reference": variant.model},
-        "engine": {"target": variant.target, "kv_format": variant.kv_format, "slots": variant.slots,
-                   "context": variant.context},
-        "programs": {"directory": str(PROGRAMS / variant.kv_format), "public_key": str(PROGRAMS / "public-key.pem")},
+        "engine": dict(variant.engine),
+        "programs": {"directory": str(PROGRAMS), "public_key": str(PROGRAMS / "public-key.pem")},
     }  # fmt: skip
     for section, values in variant.config.items():
         own[section] = {**own.get(section, {}), **values}
@@ -159,7 +158,7 @@ def expected(variant: Variant) -> dict[str, object] | None:
         return None
     known = _role("preflight")
     return {
-        "target": variant.target,
+        "target": variant.engine["target"],
         "kinds": known["preflight_gpu_kinds"],
         "fabric_manager": known["preflight_fabric_manager"],
     }

@@ -135,10 +135,9 @@ def _identity(seed: Seed) -> None:
         write_durably(authorized, "".join(f"{key.strip()}\n" for key in seed.authorized_keys).encode())
     else:
         authorized.unlink(missing_ok=True)
-    kept = DATA / "machine-id"
-    if not kept.exists():
-        write_durably(kept, f"{secrets.token_hex(16)}\n".encode(), 0o644)
-    there = Path("/etc/machine-id")
+    kept, there = DATA / "machine-id", Path("/etc/machine-id")
+    if not kept.exists():  # the id that the manager made for this boot stays, since the journal is under it
+        write_durably(kept, there.read_bytes(), 0o644)
     wanted = kept.read_text()
     _run(["mount", "-o", "remount,rw", "/"])
     try:

@@ -21,7 +21,7 @@ MEMORY_MB = 3072
 
 def missing() -> str:
     """Why no machine can be started here; empty when one can."""
-    needed = ("qemu-system-x86_64", "qemu-img", "mcopy", "mmdebstrap", "ssh", "curl")
+    needed = ("qemu-system-x86_64", "qemu-img", "mmdebstrap", "ssh", "curl")
     absent = [name for name in needed if not shutil.which(name)]
     if absent:
         return f"{', '.join(absent)} not installed"
