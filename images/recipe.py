@@ -46,7 +46,7 @@ class Variant(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     data_mb: _Size
     model: str
     weights: bool
-    engine: dict[str, str | int]
+    engine: dict[str, str | int | float]
     module: Module | None = None
     config: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict[str, dict[str, Any]])
 

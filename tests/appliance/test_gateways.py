@@ -409,6 +409,11 @@ def test_lost_engine_ends_everything_with_a_typed_error_and_a_new_one_is_welcome
     run(body)
 
 
+@pytest.mark.parametrize(("step_s", "lost_s"), [(0.0, 10.0), (30.0, 10.0), (60.0, 10.0), (600.0, 100.0)])
+def test_where_steps_may_take_long_silence_may_too(step_s: float, lost_s: float) -> None:
+    assert lost_after_s(step_s) == lost_s
+
+
 def test_a_silent_engine_counts_as_lost(tmp_path: Path) -> None:
     async def body() -> None:
         async with pair(tmp_path, lost_after_s=5.0) as both:
