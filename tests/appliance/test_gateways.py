@@ -9,6 +9,7 @@ from api.errors import BadRequestError, ContextLengthError, NotReadyError, Overl
 from api.ports import Finished, TokenLogprob, Tokens
 from appliance.assignment import write_cause
 from appliance.gateway_engine import EngineGateway
+from appliance.gateway_worker import lost_after_s
 from appliance.host.segments import SegmentFile
 from tests.support.engine_loop import EngineLoop
 from tests.support.gateway_pair import STRIDE, Clock, pair, request, rest, run
