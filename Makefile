@@ -9,6 +9,7 @@ SHELL := /bin/bash
 WORKERS ?= 2
 PYTHON ?= $(shell command -v python3.11 || command -v python3 || echo python3)
 MODEL ?= smollm2-135m
+VARIANT ?= cpu
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
@@ -34,11 +35,11 @@ quick: $(DEVELOPMENT) ## run the tests that start no real model and none of the 
 test-rollout: $(DEVELOPMENT) ## install, update, break and roll back a fleet of containers; Debian, root, up to half an hour
 	ZCCP_TEST_ROLLOUT=1 $(BIN)/python -m pytest tests/rollout
 
-image: ## make a bootable disk image of a host in build/image; Debian, root, mmdebstrap, some minutes
-	images/image.sh build/image/zccp.raw
+image: $(DEVELOPMENT) ## make a bootable image of the appliance and its signed release in build/image; Debian, root, some minutes
+	$(BIN)/python -m images.build --variant $(VARIANT)
 
-test-image: image ## boot that image under QEMU until SSH, and look at it
-	$(PYTHON) images/boot.py build/image/zccp.raw
+test-image: $(DEVELOPMENT) ## build the cpu image, boot it without KVM, ask, restart, update and break it; Debian, root, long
+	ZCCP_TEST_IMAGE=1 $(BIN)/python -m pytest tests/image
 
 lint: $(DEVELOPMENT) ## run the repository checks: format, types, layers, sizes, documents
 	$(BIN)/python -m pytest tests/repo
@@ -46,6 +47,9 @@ lint: $(DEVELOPMENT) ## run the repository checks: format, types, layers, sizes,
 lock: $(DEVELOPMENT) ## choose the newest allowed versions and write the lock files
 	$(BIN)/uv pip compile pyproject.toml --quiet --upgrade --universal --python-version 3.11 --generate-hashes \
 		--no-emit-index-url --no-annotate --no-header --output-file requirements.lock
+	$(BIN)/uv pip compile pyproject.toml --extra cuda12 --quiet --upgrade --universal --python-version 3.11 \
+		--constraint requirements.lock --generate-hashes --no-emit-index-url --no-annotate --no-header \
+		--output-file requirements-cuda12.lock
 	$(BIN)/uv pip compile --group dev --group peers --quiet --upgrade --universal --python-version 3.11 \
 		--constraint requirements.lock --no-emit-index-url --no-annotate --no-header \
 		| grep -vE '^(nvidia-|cuda-|triton==)' > requirements-dev.lock

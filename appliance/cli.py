@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from appliance.cli_models import models
 from appliance.progress import ProgressView
 from appliance.verbs import Misuse, Verbs, configured, load_config, show, table, verb
 
@@ -149,9 +150,10 @@ def convert(config_file: Path | None, reference: str | None, form: str | None, f
     """Convert a model's weights into the form that is served."""
     config = load_config(config_file, engine={"weight_form": form}, model={"reference": reference})
     from appliance.building import convert_model  # noqa: PLC0415
-    from planner.formats import WeightForm  # noqa: PLC0415
+    from appliance.planning import weight_form  # noqa: PLC0415
+    from appliance.release import adopt  # noqa: PLC0415
 
-    wanted = WeightForm(config.engine.weight_form or WeightForm.INT8)
+    wanted = weight_form(config if form else adopt(config))
     with ProgressView() as progress:
         made = convert_model(config.home, config.model.reference, wanted, _calibration, progress.update, force=force)
     show({"model": made.folder.name, "weights": str(made.weights), "form": str(made.form), "made": made.fresh}, as_json)
@@ -176,58 +178,7 @@ def doctor(config_file: Path | None, as_json: bool) -> None:
     sys.exit(1 if any(finding.state == "failed" for finding in findings) else 0)
 
 
-@main.group(invoke_without_command=True)
-@configured
-@click.pass_context
-@verb
-def models(context: click.Context, config_file: Path | None, as_json: bool) -> None:
-    """The models on this machine; without a command they are listed."""
-    if context.invoked_subcommand is None:
-        _list_models(config_file, as_json)
-    elif config_file is not None or as_json:
-        raise Misuse(f"options go after the command: zccp models {context.invoked_subcommand} ...", as_json=as_json)
-
-
-@models.command("list")
-@configured
-@verb
-def models_list(config_file: Path | None, as_json: bool) -> None:
-    """Stored models and those that can be fetched by name."""
-    _list_models(config_file, as_json)
-
-
-def _list_models(config_file: Path | None, as_json: bool) -> None:
-    from appliance.model.catalog import CATALOG  # noqa: PLC0415
-    from appliance.model.library import ModelLibrary  # noqa: PLC0415
-
-    stored = {record.name: record for record in ModelLibrary(load_config(config_file).home).records()}
-    rows = [
-        {"name": record.name, "stored": True, "reference": record.reference, "licence": record.licence}
-        for record in stored.values()
-    ]
-    rows += [
-        {"name": entry.name, "stored": False, "reference": entry.name, "licence": entry.licence}
-        for entry in CATALOG.values()
-        if entry.name not in stored
-    ]
-    table("models", rows, as_json)
-
-
-@models.command("pull")
-@configured
-@click.argument("reference")
-@verb
-def models_pull(config_file: Path | None, reference: str, as_json: bool) -> None:
-    """Fetch a model: a catalogue name, a GGUF file, a Hugging Face directory or hf:org/name."""
-    from appliance.model.catalog import CATALOG  # noqa: PLC0415
-    from appliance.model.library import ModelLibrary  # noqa: PLC0415
-
-    entry = CATALOG.get(reference)
-    if entry is not None and entry.notice:
-        click.echo(entry.notice, err=True)
-    with ProgressView() as progress:
-        folder = ModelLibrary(load_config(config_file).home).ensure(reference, progress.update)
-    show({"model": folder.name, "folder": str(folder)}, as_json)
+main.add_command(models)
 
 
 @main.group()

@@ -43,6 +43,15 @@ _SEED_MASK = 0xFFFF_FFFF_FFFF_FFFF
 _STATES = frozenset({"starting", "ready", "draining", "lost"})
 
 
+LOST_AFTER_S = 10.0
+"""Longest silence of a running engine, which reports twice a second between its steps."""
+
+
+def lost_after_s(step_timeout_s: float) -> float:
+    """The longest silence on a host whose steps may take ``step_timeout_s``: a sixth of that where it is longer."""
+    return max(LOST_AFTER_S, step_timeout_s / 6)
+
+
 @dataclass(frozen=True, slots=True)
 class LinkSettings:
     """How a worker holds its connection; durations in seconds.
@@ -55,7 +64,7 @@ class LinkSettings:
     pid: int
     socket: Path
     owned: SegmentRange
-    lost_after_s: float = 10.0
+    lost_after_s: float = LOST_AFTER_S
     request_timeout_s: float = 0.0
     retry_first_s: float = 0.05
     retry_most_s: float = 1.0

@@ -140,6 +140,11 @@ def free_bytes(terms: Terms) -> int:
     return memory_plan(first).pages_bytes
 
 
+def weight_form(config: ApplianceConfig) -> WeightForm:
+    """The form of weights that is served."""
+    return WeightForm(config.engine.weight_form or _defaults(config).weight_form)
+
+
 def usable_bytes(config: ApplianceConfig) -> int:
     """What ``gpu.memory_limit_mb`` leaves of each device of a GPU target; 0 without a limit.
 
@@ -164,7 +169,7 @@ def _plan(config: ApplianceConfig, architecture: ModelArchitecture, context: int
     draft = make_plan(
         architecture,
         target=target.name,
-        weight_form=WeightForm(engine.weight_form or defaults.weight_form),
+        weight_form=weight_form(config),
         kv_format=kv_format,
         context=context,
         slots=engine.slots or defaults.slots,

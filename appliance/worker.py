@@ -38,7 +38,7 @@ from appliance.assignment import Assignment, Notice, read_assignment, send_notic
 from appliance.config import ApplianceConfig
 from appliance.config_cache import fingerprints
 from appliance.config_rules import PROXY_IDLE_CONNECTIONS
-from appliance.gateway_worker import LinkSettings, WorkerGateway
+from appliance.gateway_worker import LinkSettings, WorkerGateway, lost_after_s
 from appliance.handoff import BodyDirectory, HandoffDirectoryError
 from appliance.host.ledger import Ledger, LedgerError
 from appliance.host.process import DUMP_SIGNAL, RETIRE_SIGNAL, die_with_parent, raise_open_files
@@ -137,6 +137,7 @@ async def _serve(assignment: Assignment, load_text: LoadText) -> int:
             pid=os.getpid(),
             socket=Path(assignment.socket),
             owned=owned,
+            lost_after_s=lost_after_s(config.engine.step_timeout_s),
             request_timeout_s=config.server.request_timeout_s,
         ),
         segments,

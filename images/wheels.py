@@ -40,7 +40,7 @@ def main() -> int:
     chosen.write_text(entries(given.lock.read_text(encoding="utf-8"), given.python), encoding="utf-8")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
     command += ["--require-hashes", "--dest", str(given.folder), "--requirement", str(chosen)]
-    return subprocess.run(command, check=False).returncode  # noqa: S603 - pip, with our own arguments
+    return subprocess.run(command, check=False).returncode
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from appliance.model.catalog import CatalogError, Download, Source, canonical, file_sha256, reference_name, resolve
-from appliance.model.checkpoint import Checkpoint, Progress, no_progress
+from appliance.model.checkpoint import Checkpoint, CheckpointError, Progress, no_progress
 from appliance.model.opening import open_checkpoint
 from appliance.model.record import (
     ModelRecord,
@@ -53,7 +53,7 @@ class ModelLibrary:
     def records(self) -> list[ModelRecord]:
         """Every readable model, by name; damaged ones are left out."""
         found: list[ModelRecord] = []
-        for folder in sorted(path for path in self._root.glob("*") if path.is_dir()):
+        for folder in sorted(path for path in self._root.glob("[!.]*") if path.is_dir()):
             try:
                 found.append(read_record(folder))
             except ModelRecordError:
@@ -115,6 +115,10 @@ class ModelLibrary:
             CheckpointError: its files are gone or damaged.
         """
         record = read_record(folder)
+        if not record.source_path:
+            raise CheckpointError(
+                f"{record.name} came as converted weights; convert it where its files are and import it again"
+            )
         return _without_padding(open_checkpoint(folder / record.source_path), record.read_architecture().vocab)
 
 

@@ -22,7 +22,7 @@ from planner.architecture import ModelArchitecture
 from planner.formats import WeightForm
 
 SCHEMA = 1
-_RECORD, _TOKENIZER = "model.json", "tokenizer.json"
+RECORD, _TOKENIZER = "model.json", "tokenizer.json"
 
 
 class ModelRecordError(ValueError):
@@ -41,8 +41,8 @@ class SourceFile(Struct, frozen=True, forbid_unknown_fields=True):
 class ModelRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One model of the store.
 
-    ``source_path`` is the GGUF file or model directory, relative to the model's folder where it was fetched;
-    ``created`` is in Unix seconds.
+    ``source_path`` is the GGUF file or model directory, relative to the model's folder where it was fetched, and empty
+    where the model came without it, as converted weights; ``created`` is in Unix seconds.
     """
 
     schema: int = SCHEMA
@@ -69,7 +69,12 @@ class ModelRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         return ModelArchitecture.from_json(self.architecture)
 
     def is_current(self, folder: Path) -> bool:
-        """Whether every source file is there with the size and time of change it had when the model came in."""
+        """Whether every source file is there with the size and time of change it had when the model came in.
+
+        True where it came without them.
+        """
+        if not self.source_path:
+            return True
         source = folder / self.source_path
         base = source if source.is_dir() else source.parent
         for file in self.source_files:
@@ -80,6 +85,10 @@ class ModelRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             if (found.st_size, found.st_mtime_ns) != (file.num_bytes, file.modified_ns):
                 return False
         return True
+
+    def encode(self) -> bytes:
+        """The record as it lies in ``model.json``."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
 
 
 def digests(record: ModelRecord) -> dict[str, str]:
@@ -99,7 +108,7 @@ def write_record(folder: Path, record: ModelRecord, tokenizer_json: str) -> None
         OSError: the disk refuses.
     """
     _replace(folder / _TOKENIZER, tokenizer_json.encode())
-    _replace(folder / _RECORD, msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
+    _replace(folder / RECORD, record.encode())
 
 
 def read_record(folder: Path) -> ModelRecord:
@@ -108,12 +117,12 @@ def read_record(folder: Path) -> ModelRecord:
     Raises:
         ModelRecordError: the folder holds no model, or one of another version.
     """
-    path = folder / _RECORD
+    path = folder / RECORD
     try:
         record = msgspec.json.decode(path.read_bytes(), type=ModelRecord)
     except FileNotFoundError as error:
         raise ModelRecordError(
-            f"{folder}: holds no model ({_RECORD} is missing); fetch it with zccp models pull"
+            f"{folder}: holds no model ({RECORD} is missing); fetch it with zccp models pull"
         ) from error
     except msgspec.DecodeError as error:
         raise ModelRecordError(f"{path}: {error}; fetch the model again with zccp models pull") from error

@@ -21,8 +21,9 @@ from planner.formats import KvFormat, WeightForm
 from planner.plan import make_plan
 
 VERBS = [
-    ["serve"], ["build"], ["plan"], ["convert"], ["doctor"], ["models", "list"], ["models", "pull"], ["keys", "add"],
-    ["keys", "list"], ["keys", "revoke"], ["keys", "usage"], ["bench"], ["chat"], ["config"], ["version"],
+    ["serve"], ["build"], ["plan"], ["convert"], ["doctor"], ["models", "list"], ["models", "pull"],
+    ["models", "export"], ["models", "import"], ["models", "rm"], ["keys", "add"], ["keys", "list"],
+    ["keys", "revoke"], ["keys", "usage"], ["bench"], ["chat"], ["config"], ["version"],
 ]  # fmt: skip
 
 

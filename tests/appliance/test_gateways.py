@@ -9,6 +9,7 @@ from api.errors import BadRequestError, ContextLengthError, NotReadyError, Overl
 from api.ports import Finished, TokenLogprob, Tokens
 from appliance.assignment import write_cause
 from appliance.gateway_engine import EngineGateway
+from appliance.gateway_worker import lost_after_s
 from appliance.host.segments import SegmentFile
 from tests.support.engine_loop import EngineLoop
 from tests.support.gateway_pair import STRIDE, Clock, pair, request, rest, run
@@ -407,6 +408,11 @@ def test_lost_engine_ends_everything_with_a_typed_error_and_a_new_one_is_welcome
             await both.together(both.worker.submit(request(3)))
 
     run(body)
+
+
+@pytest.mark.parametrize(("step_s", "lost_s"), [(0.0, 10.0), (30.0, 10.0), (60.0, 10.0), (600.0, 100.0)])
+def test_where_steps_may_take_long_silence_may_too(step_s: float, lost_s: float) -> None:
+    assert lost_after_s(step_s) == lost_s
 
 
 def test_a_silent_engine_counts_as_lost(tmp_path: Path) -> None:
