@@ -77,13 +77,13 @@ def make_disk(out: Path, contents: Contents, recipe: Recipe, variant: Variant, v
         "SOURCE_DATE_EPOCH": str(recipe.epoch),
         "SYSTEMD_REPART_MKFS_OPTIONS_EXT4": f"-E hash_seed={uuid5(recipe.seed, 'hash')}",
     }
-    binds = {Path("/work/out"): out, Path("/work/tree"): tree}
+    binds = {Path("/build/out"): out, Path("/build/tree"): tree}
     size = variant.esp_mb + 2 * variant.root_mb + variant.data_mb + 16
     with entered(tools, binds):
         in_tree(tools, [
-            "systemd-repart", "--sector-size=512", "--definitions=/work/out/stage/repart.d", "--root=/work",
+            "systemd-repart", "--sector-size=512", "--definitions=/build/out/stage/repart.d", "--root=/build",
             "--empty=create", f"--size={size}M", "--offline=yes", f"--seed={recipe.seed}", "--dry-run=no",
-            "/work/out/disk.raw",
+            "/build/out/disk.raw",
         ], environment)  # fmt: skip
     return disk
 
@@ -140,9 +140,9 @@ def put_seed(disk: Path, tools: Path, seed: Path) -> None:
         BuildError: the image has no boot partition, or it is full.
     """
     start, _ = partition(disk, tools, "zccp-esp")
-    with entered(tools, {Path("/work/disk"): disk.parent, Path("/work/seed"): seed.absolute().parent}):
-        image = f"/work/disk/{disk.name}@@{start}"
-        in_tree(tools, ["mcopy", "-o", "-i", image, f"/work/seed/{seed.name}", "::/zccp/seed.yaml"])
+    with entered(tools, {Path("/build/disk"): disk.parent, Path("/build/seed"): seed.absolute().parent}):
+        image = f"/build/disk/{disk.name}@@{start}"
+        in_tree(tools, ["mcopy", "-o", "-i", image, f"/build/seed/{seed.name}", "::/zccp/seed.yaml"])
 
 
 def partition(disk: Path, tools: Path, label: str) -> tuple[int, int]:
@@ -151,8 +151,8 @@ def partition(disk: Path, tools: Path, label: str) -> tuple[int, int]:
     Raises:
         BuildError: there is none of that label.
     """
-    with entered(tools, {Path("/work/disk"): disk.parent}):
-        table = json.loads(in_tree(tools, ["sfdisk", "--json", f"/work/disk/{disk.name}"]))["partitiontable"]
+    with entered(tools, {Path("/build/disk"): disk.parent}):
+        table = json.loads(in_tree(tools, ["sfdisk", "--json", f"/build/disk/{disk.name}"]))["partitiontable"]
     for found in table["partitions"]:
         if found.get("name") == label:
             return 512 * found["start"], 512 * found["size"]

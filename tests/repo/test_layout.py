@@ -10,10 +10,14 @@ from tests.repo.test_checks import ROOT, tracked
 TOP = {
     *("appliance", "pallas_kernels", "planner", "api", "tests", "images", "ansible", "pyproject.toml"),
     *("README.md", "LICENSE", "CONTRIBUTING.md", "CHANGELOG.md", "DECISIONS.md", "Makefile"),
-    *("requirements.lock", "requirements-dev.lock", "requirements-aot.lock", ".ci", ".gitignore"),
+    *("requirements.lock", "requirements-dev.lock", "requirements-aot.lock", "requirements-cuda12.lock"),
+    *(".ci", ".gitignore"),
 }
 MAX_LINES = 500
-PROSE = {"calibration.txt", "LICENSE", "requirements.lock", "requirements-dev.lock", "README.md", "DECISIONS.md"}
+PROSE = {
+    *("requirements.lock", "requirements-dev.lock", "requirements-cuda12.lock"),
+    *("calibration.txt", "LICENSE", "README.md", "DECISIONS.md"),
+}
 FORBIDDEN = {  # written so that this file does not hold what it looks for
     "a task without a reason": re.compile(r"\b(?:[T]ODO|[F]IXME|[X]XX|[H]ACK)\b(?!\(\S)"),
     "a host of a package index": re.compile(r"[p]ypi\.org|[f]iles\.pythonhosted|registry\.[n]pmjs|[d]eb\.debian"),
@@ -62,6 +66,15 @@ def test_the_gpu_compiler_is_pinned_and_needs_no_driver() -> None:
     assert [pin.partition("==")[0] for pin in pins] == ["jax-cuda12-pjrt", "jax-cuda12-plugin", "nvidia-cuda-nvcc-cu12"]
     jax = next(line for line in (ROOT / "requirements.lock").read_text().splitlines() if line.startswith("jax=="))
     assert {pin.partition("==")[2] for pin in pins[:2]} == {jax.partition("==")[2].partition(" ")[0]}
+
+
+def test_gpu_hosts_have_the_packages_of_all_hosts_and_their_libraries() -> None:
+    names = ("requirements.lock", "requirements-cuda12.lock")
+    common, gpu = (set((ROOT / name).read_text().splitlines()) for name in names)
+    assert common <= gpu
+    more = {line.partition("==")[0] for line in gpu - common if line[:1].isalpha()}
+    assert {name.split("-")[0] for name in more} == {"jax", "nvidia"}
+    assert {"jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-nccl-cu12"} <= more
 
 
 def test_every_package_initialiser_imports_nothing() -> None:
