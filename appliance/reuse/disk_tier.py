@@ -104,6 +104,7 @@ class DiskTier:
         if self._sizes is not None:
             return self._sizes
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._folder.chmod(0o700)  # whoever made it
         found: list[tuple[float, str, int]] = []
         for path in self._folder.glob("??/*"):
             with suppress(FileNotFoundError):

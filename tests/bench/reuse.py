@@ -242,6 +242,7 @@ def equal(bench: _Bench, requests: int) -> Part:
             top += asked.top
             cached += asked.cached
         loaded = max(loaded, engine.loaded)
+        engine.close()
         del engine
         gc.collect()
     same, tied, gaps = 0, 0, list[float]()

@@ -80,6 +80,10 @@ class BurstEngine:
         pool.take(pool.num_pages - pool.pages_for(positions))
         return pool
 
+    def close(self) -> None:
+        """Let go of what is held beside the pool."""
+        self._engine.run(lambda: True)
+
     def ask(self, prompts: Sequence[Sequence[int]], new_tokens: int, apart_s: float = 0.0) -> Asked:
         """Greedy ids for each prompt, which come so many seconds one after the other.
 

@@ -4,6 +4,7 @@ Owns the part of ``reuse`` about tiers. The pool is made small by taking the res
 documents push each other out with the programs that are served.
 """
 
+import gc
 from collections.abc import Callable, Sequence
 from statistics import median
 
@@ -68,6 +69,9 @@ def _first_ids(
             spared = found.cached[0] if place != "computed" else len(prompt)
             if spared < len(prompt) - pool.page_size or (tiered.loaded > loaded) != (place == "host"):
                 raise BenchError(f"a prompt of {len(prompt)} ids was not had from: {place}")
+    tiered.close()
+    del tiered, plain, pool
+    gc.collect()
     host, resident, computed = (1e3 * median(times[place]) for place in ("host", "pool", "computed"))
     count = len(times["host"])
     drop = 1 - host / computed
@@ -100,6 +104,8 @@ def _zero_hits(
             engines[tier].ask(prompts[6 * turn : 6 * turn + 6], 1)
             spent[tier] = engines[tier].steps_s - before_s
         ratios.append(spent[True] / spent[False])
+    for one in engines.values():
+        one.close()
     cost = median(ratios) - 1
     result = Result("tier_zero_hit_cost", cost, "share", len(ratios), (min(ratios) - 1, max(ratios) - 1), None, None)
     return [result], f"tiers: every new prompt pushes another out, which is saved; {len(ratios)} turns of 6 prompts"

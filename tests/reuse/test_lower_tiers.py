@@ -82,6 +82,7 @@ def test_a_page_survives_a_restart_and_only_its_own_name_finds_it(tmp_path: Path
 
 def test_nobody_else_can_read_the_folder(tmp_path: Path) -> None:
     folder = tmp_path / "state" / "pages"
+    folder.mkdir(parents=True, mode=0o755)
     Disk(folder).tier.put(name(1), page(1))
     assert [stat.S_IMODE(path.stat().st_mode) for path in (folder, *folder.iterdir())] == [0o700, 0o700]
     assert [stat.S_IMODE(path.stat().st_mode) for path in files(folder)] == [0o600]
