@@ -4,20 +4,28 @@ In formats that round, a chunk reads what is before it rounded and its own ids a
 where prompts are cut. Chunks here are as short as they can be: every prompt is cut at the same places, reused or not.
 """
 
+import contextlib
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import pytest
 import structlog
+from prometheus_client import CollectorRegistry
 
-from appliance.config import ApplianceConfig, CacheConfig
+from appliance.config import ApplianceConfig, CacheConfig, PathsConfig
 from appliance.config_cache import cache_problem
-from appliance.wiring import host_tier, schedule_settings
+from appliance.engine_metrics import EngineObserver
+from appliance.engine_ports import Found
+from appliance.telemetry import Metrics
+from appliance.wiring import host_tier, lower_tiers, schedule_settings
 from planner.architecture import ModelArchitecture
 from planner.formats import KvFormat
 from planner.plan import Plan
 from planner.prefixes import PrefixSettings
+from planner.searching import Search
+from tests.support.front import wait_for
 from tests.support.spread_engine import MODEL, Answer, RandomModel, plan_of
 
 TIE = 1e-3
@@ -156,6 +164,31 @@ def test_who_is_looked_for_below_follows_the_configuration() -> None:
     plan = a_plan(KvFormat.FLOAT32)
     assert schedule_settings(plan, with_cache(host_tier_mb=1.0)).search_s == 0
     assert schedule_settings(plan, with_cache(host_tier_mb=1.0, disk_tier_mb=1.0)).search_s == 0.25
+
+
+def test_tiers_below_are_those_that_are_configured_and_contents_are_of_the_same_programs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, observer = a_plan(KvFormat.INT8), EngineObserver(Metrics(CollectorRegistry()))
+    cache = {"host_tier_mb": 1.0, "disk_tier_mb": 1.0, "redis_tier": True, "redis_url": "redis://127.0.0.1:1"}
+    config = msgspec.structs.replace(with_cache(**cache), paths=PathsConfig(home=str(tmp_path)))
+    assert lower_tiers(plan, with_cache(host_tier_mb=1.0), observer) is None
+
+    def found(name: bytes) -> list[object]:
+        with contextlib.closing(tiers := lower_tiers(plan, config, observer)):
+            assert [store.label for store, _ in tiers._stores] == ["disk", "redis"]
+            tiers.put(name, memoryview(bytes([7]) * plan.page_bytes))
+            wait_for(lambda: not tiers._writes)
+            tiers.search([Search(1, (b"first",))])
+            ends: list[Found] = []
+            wait_for(lambda: ends.extend(tiers.found()) or ends)
+            return list(ends[0].contents)
+
+    assert found(b"first") == [bytes([7]) * plan.page_bytes]
+    assert found(b"other") == [bytes([7]) * plan.page_bytes]
+    assert {path.parent.parent for path in tmp_path.rglob("*") if path.is_file()} == {tmp_path / "pages"}
+    monkeypatch.setattr("appliance.wiring.identity", lambda _: {"kernel_sources_sha256": "others"})
+    assert found(b"other") == []
 
 
 @pytest.mark.parametrize(
