@@ -87,7 +87,7 @@ def test_the_path_of_a_decision(run: Callable[..., Result]) -> None:
     assert shown.exit_code == 0
     assert shown.stdout.splitlines()[2:5] == [
         "bf16: 11.81 GB; 11.00 GB free: does not fit",
-        "int8: 5.95 GB; 11.00 GB free: fits",
+        "int8: 6.00 GB; 11.00 GB free: fits",
         "int8, 3 shards on 1 device",
     ]
     document = json.loads(run(*A100, "--explain", "--context", "90000", "--free-gb", "11", "--json").stdout)
