@@ -15,7 +15,8 @@ with it: at least one id has to be computed.
 
 A sequence that enters *promises* the full pages of its ids that it is going to compute. One whose next page is promised
 waits for the last promised page of its own chain instead of computing the same; when that page is named, or its promise
-is broken because the one that made it is gone, it comes in line again.
+is broken because the one that made it is gone, it comes in line again. Pages that are loaded from a tier are named when
+their content is on its way into them, like those that a launch fills.
 """
 
 from array import array

@@ -1,9 +1,9 @@
 """The tiers below host memory: disk and Redis, behind one interface, and the one thread that asks them.
 
-Owns what waits for that thread, with its bounds, and a breaker a tier. What host memory gives up is handed over and
-written behind; when there is more of it than can be written, it is left out and counted. Pages are looked for in the
-order in which a sequence has them, up to the first one that no tier has. Nothing here is waited for by the engine, and
-every fault is a miss, a count and, when the state changes, one line of log.
+Owns what waits for that thread, with its bounds, and two breakers a tier, so that one that is full is still read. What
+host memory gives up is handed over and written behind; when there is more of it than can be written, it is left out and
+counted. Pages are looked for in the order in which a sequence has them, up to the first one that no tier has. Nothing
+here is waited for by the engine, and every fault is a miss, a count and, when the state changes, one line of log.
 """
 
 import threading
@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Many
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import structlog
 
@@ -73,6 +73,12 @@ class LowerObserver(Protocol):
         ...
 
 
+class _Tier(NamedTuple):
+    store: PageStore
+    reads: Breaker
+    writes: Breaker
+
+
 class LowerTiers:
     """See the module. ``put`` is called by the thread that copies pages, the rest by the engine's.
 
@@ -90,7 +96,7 @@ class LowerTiers:
         observer: LowerObserver,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._stores = [(store, Breaker(clock)) for store in stores]
+        self._stores = [_Tier(store, Breaker(clock), Breaker(clock)) for store in stores]
         self._page_bytes = page_bytes
         self._observer = observer
         self._searches: deque[Search] = deque()
@@ -111,8 +117,8 @@ class LowerTiers:
                 self._writes.append((name, bytes(content)))
                 self._wake.notify()
         if full:
-            for store, _ in self._stores:
-                self._observer.tier_event(store.label, "left_out")
+            for tier in self._stores:
+                self._observer.tier_event(tier.store.label, "left_out")
 
     def search(self, searches: Many[Search]) -> None:
         """Look for contents, soon."""
@@ -142,15 +148,15 @@ class LowerTiers:
             if search is not None:
                 self._found.append(Found(search.number, self._look(search.names)))
             elif write is not None:
-                for store, breaker in self._stores:
-                    self._write(store, breaker, *write)
-        for store, _ in self._stores:
-            store.close()
+                for tier in self._stores:
+                    self._write(tier.store, tier.writes, *write)
+        for tier in self._stores:
+            tier.store.close()
 
     def _look(self, names: Many[bytes]) -> list[Page]:
         contents: list[Page] = []
         for name in names:
-            content = next((c for s, b in self._stores if (c := self._read(s, b, name)) is not None), None)
+            content = next((c for t in self._stores if (c := self._read(t.store, t.reads, name)) is not None), None)
             if content is None:
                 break
             contents.append(content)
@@ -167,9 +173,9 @@ class LowerTiers:
             self._observer.tier_event(store.label, "damaged")
             return None
         except Exception as error:  # noqa: BLE001 - whatever a tier does, it is a miss
-            self._failed(store, breaker, error)
+            self._failed(store, breaker, "get", error)
             return None
-        self._answered(store, breaker)
+        self._answered(store, breaker, "get")
         if content is not None and len(content) != self._page_bytes:
             self._observer.tier_event(store.label, "damaged")
             return None
@@ -183,18 +189,20 @@ class LowerTiers:
         try:
             new = store.put(name, content)
         except Exception as error:  # noqa: BLE001 - the same
-            self._failed(store, breaker, error)
+            self._failed(store, breaker, "put", error)
             return
-        self._answered(store, breaker)
+        self._answered(store, breaker, "put")
         if new:
             self._observer.tier_event(store.label, "saved", len(content))
 
-    def _failed(self, store: PageStore, breaker: Breaker, error: Exception) -> None:
+    def _failed(self, store: PageStore, breaker: Breaker, what: str, error: Exception) -> None:
         self._observer.tier_event(store.label, "failed")
         if breaker.failed():
             cause = error.strerror if isinstance(error, OSError) and error.strerror else type(error).__name__
-            _log.warning("a tier does not work; requests go on without it", tier=store.label, cause=cause)
+            _log.warning(
+                "a tier does not work; requests go on without it", tier=store.label, operation=what, cause=cause
+            )
 
-    def _answered(self, store: PageStore, breaker: Breaker) -> None:
+    def _answered(self, store: PageStore, breaker: Breaker, what: str) -> None:
         if breaker.succeeded():
-            _log.info("a tier works again", tier=store.label)
+            _log.info("a tier works again", tier=store.label, operation=what)

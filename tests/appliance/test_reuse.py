@@ -176,7 +176,7 @@ def test_tiers_below_are_those_that_are_configured_and_contents_are_of_the_same_
 
     def found(name: bytes) -> list[object]:
         with contextlib.closing(tiers := lower_tiers(plan, config, observer)):
-            assert [store.label for store, _ in tiers._stores] == ["disk", "redis"]
+            assert [tier.store.label for tier in tiers._stores] == ["disk", "redis"]
             tiers.put(name, memoryview(bytes([7]) * plan.page_bytes))
             wait_for(lambda: not tiers._writes)
             tiers.search([Search(1, (b"first",))])

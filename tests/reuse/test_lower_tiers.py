@@ -320,6 +320,21 @@ def test_a_tier_that_fails_is_left_alone_for_a_while_with_one_line_and_then_aske
     assert (events.count("failed"), events.count("left_out")) == (3, 7)
 
 
+def test_a_tier_that_is_full_is_still_read(make_lower) -> None:
+    class Full(Faulty):
+        def put(self, wanted: bytes, content: bytes) -> bool:
+            raise OSError(28, "No space left on device")
+
+    store, events = Full(), Events()
+    store.pages[name(0)] = page(0)
+    lower = make_lower(store, events=events)
+    for number in range(8):
+        lower.put(name(number), memoryview(page(number)))
+        wait_for(lambda: not lower._writes)
+    assert looked(lower, 0) == [page(0)]
+    assert (events.count("failed"), events.count("left_out")) == (3, 5)
+
+
 def test_a_search_goes_before_what_is_written(make_lower) -> None:
     store = Faulty()
     lower = make_lower(store)
