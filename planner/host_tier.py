@@ -10,8 +10,8 @@ be read. A content that is wanted is *fetched* to the device and loaded into a p
 tier, and so is not saved again. Contents go in the order in which they were used last; one that is being copied, either
 way, keeps its place. Copies are made in the order in which they were planned, and their ends are told in that order.
 
-At most ``PAGES_ON_THE_WAY`` launches' pages are on the device beside the pool: two on their way out, as many on their
-way in, and as many in steps that have not run.
+At most ``PAGES_ON_THE_WAY`` launches' pages are on the device beside the pool: in either direction those of one launch
+that are being copied, and those of two steps that have been dispatched and have not run.
 """
 
 from collections import OrderedDict, deque
@@ -24,9 +24,6 @@ from planner.pages import PagePool
 
 PAGES_ON_THE_WAY = 6
 """Launches whose pages are on the device beside the pool, at most."""
-
-_AT_A_TIME = 2
-"""Launches whose pages are on their way in one direction, at most."""
 
 _AHEAD = 4
 """Launches whose pages the pool could give up at once without a loss, once it has had the time to save them ahead."""
@@ -104,7 +101,7 @@ class HostTier:
     @property
     def num_fetchable(self) -> int:
         """How many fetches may be planned beside those that are on their way."""
-        return max(0, _AT_A_TIME * self.at_once - len(self._fetching))
+        return max(0, self.at_once - len(self._fetching))
 
     # ------------------------------------------------------------------ out of the pool
 
@@ -116,7 +113,7 @@ class HostTier:
         given_up = pool.take_given_up()
         if not self.places:
             return []
-        room = min(self.at_once, _AT_A_TIME * self.at_once - self._num_saving)
+        room = self.at_once - self._num_saving
         known = {save.name for save in self._filling}
         lost = [cached for cached in given_up if cached.name not in self._held and cached.name not in known]
         wanted = lost[max(0, len(lost) - room) :]
@@ -248,5 +245,5 @@ class HostTier:
         assert sum(self._readers) == readers, "a place is read by whoever reserved it"
         assert {fetch.place for fetch in self._fetching} <= reading, "what is fetched is read"
         assert self._num_saving == sum(isinstance(copy, Save) for copy in self._filling), "saves are counted"
-        assert self._num_saving <= _AT_A_TIME * self.at_once, "saves are bounded"
-        assert len(self._fetching) <= _AT_A_TIME * self.at_once, "fetches are bounded"
+        assert self._num_saving <= self.at_once, "saves are bounded"
+        assert len(self._fetching) <= self.at_once, "fetches are bounded"

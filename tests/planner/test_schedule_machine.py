@@ -333,7 +333,7 @@ class TieredScheduleMachine(ScheduleMachine):
                 self.cells[page, place] = cell
         self.copies.extend((fetch, None) for fetch in batch.fetches)
         under_way = [copy for copy, _ in self.copies if not isinstance(copy, Store)]
-        assert len(under_way) <= 8, "what is under way is bounded"
+        assert len(under_way) <= 4, "what is under way is bounded"
         self.searches.extend(batch.searches)
 
     def teardown(self) -> None:
