@@ -33,6 +33,30 @@ class CacheConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         Meta(description="Who shares them: the requests of one tenant, or all of the node."),
     ] = "tenant"
 
+    host_tier_mb: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=4_194_304,
+            description="Memory of the host for pages that the pool gives up, MiB; 0 = none.",
+        ),
+    ] = 0.0
+
+    disk_tier_mb: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=67_108_864,
+            description="Disk under paths.home for pages that host memory gives up, MiB; 0 = none.",
+        ),
+    ] = 0.0
+    redis_tier: Annotated[
+        bool, Meta(description="Keep such pages in the Redis of cache.redis_url too, for all nodes that share it.")
+    ] = False
+    redis_tier_ttl_s: Annotated[
+        float, Meta(ge=1, le=2_592_000, description="Time for which a page is kept in Redis, s.")
+    ] = 3600.0
+
     answers_mb: Annotated[
         float, Meta(ge=0, le=65_536, description="Memory of a worker for answers that are given again, MiB; 0 = none.")
     ] = 0.0
@@ -112,8 +136,22 @@ def _problems(cache: CacheConfig) -> Iterator[str]:
     yield from _url_problems(cache)
     if cache.node_name != cache.node_name.strip() or not cache.node_name.isprintable():
         yield f"cache.node_name is {cache.node_name!r}; it must be printable text without space around it"
+    yield from _tier_problems(cache)
     if cache.csf_mask_patterns or cache.volatile_headers:
         yield from _pattern_problems(cache)
+
+
+def _tier_problems(cache: CacheConfig) -> Iterator[str]:
+    if cache.host_tier_mb and not cache.prefix_reuse:
+        yield (
+            f"cache.host_tier_mb is {cache.host_tier_mb:g} and cache.prefix_reuse is false, so that no page would be"
+            " found there: turn reuse on, or leave the tier out"
+        )
+    lower = "cache.disk_tier_mb" if cache.disk_tier_mb else "cache.redis_tier" if cache.redis_tier else ""
+    if lower and not cache.host_tier_mb:
+        yield f"{lower} is set and cache.host_tier_mb is 0: pages come and go by way of host memory; give it some"
+    if cache.redis_tier and not cache.redis_url:
+        yield "cache.redis_tier is true and cache.redis_url is empty: say which Redis"
 
 
 def _pattern_problems(cache: CacheConfig) -> Iterator[str]:

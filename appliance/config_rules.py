@@ -64,6 +64,7 @@ def host_problems(
     keys_present: bool,
     free_bytes: Callable[[Path], int] | None = None,
     most_files: Callable[[], int] = most_open_files,
+    memory_bytes: Callable[[], int] | None = None,
 ) -> list[str]:
     """What this host does not offer or must not do with this configuration.
 
@@ -72,6 +73,7 @@ def host_problems(
         keys_present: whether a file of keys exists.
         free_bytes: free space of a file system; the default asks the system.
         most_files: files that a worker may have open at most; the default asks the system.
+        memory_bytes: memory of the host; the default asks the system.
     """
     problems: list[str] = []
     memory = config.shared_memory
@@ -88,6 +90,12 @@ def host_problems(
         problems.append(
             f"server.max_connections {config.server.max_connections} needs {files} open files in a worker and the"
             f" system allows {most}; raise the hard limit (LimitNOFILE= of the service, or ulimit -Hn), or lower it"
+        )
+    tier, there = int(config.cache.host_tier_mb), (memory_bytes or _memory_bytes)() >> 20
+    if tier >= there:
+        problems.append(
+            f"cache.host_tier_mb {tier} is not below the {there} MiB of memory that this host has; lower it, and leave"
+            " room for the appliance itself"
         )
     hosts = {"server.host": config.server.host} | ({"proxy.host": config.proxy.host} if config.proxy.directory else {})
     reachable = next((key for key, host in hosts.items() if not is_loopback(host)), None)
@@ -132,6 +140,10 @@ def is_loopback(host: str) -> bool:
 def _free_bytes(path: Path) -> int:
     figures = os.statvfs(path)
     return figures.f_bavail * figures.f_frsize
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _check_value(value: object, info: inspect.Type, path: str) -> list[str]:

@@ -7,8 +7,9 @@ A step, in the order of ``Engine.step``:
 
 1. Take in what the gateway received: requests go to the scheduler or are refused, cancellations finish sequences.
 2. Ask the scheduler for the next batch.
-3. Dispatch it: the state of sequences that enter a slot, then one decode launch, then one prefill launch. Every program
-   takes the device state donated and returns it, so programs run in the order of dispatch. Nothing waits here.
+3. Dispatch it: pages that go to the host tier are read and those that come from it are written, then the state of
+   sequences that enter a slot, then one decode launch, then one prefill launch. Every program takes the device state
+   donated and returns it, so programs run in the order of dispatch. Nothing waits here.
 4. Read the ids of the *previous* step. This blocks until the device has them, while the step just dispatched is queued
    behind. The device keeps the newest id of every slot itself, so it never waits for the host. The lag of one step is
    ``_in_flight`` and exists nowhere else; prefill launches are read even when they sampled nothing, which keeps the
@@ -25,7 +26,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from contextlib import suppress
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -41,16 +42,22 @@ from appliance.engine_ports import (
     Gateway,
     NoForecast,
     NoMetrics,
+    NoMover,
+    PageMover,
     ProgramSet,
     StepOutput,
 )
 from planner.batch import Ints, SlotTable, slot_state
 from planner.buckets import Phase, round_up
-from planner.schedule import Batch, Scheduler
+from planner.schedule import Scheduler
+from planner.schedule_values import Batch
 from planner.sequence import Chunk, FinishReason, Sequence, Status
 
 IDLE_S = 0.25
 """Longest wait for the gateway when there is nothing to do, in seconds."""
+
+TIERS_S = 0.002
+"""Longest wait for a copy when everybody waits for what tiers have, in seconds."""
 
 _RATE_WEIGHT = 0.05
 """Weight of the newest step in the running mean of the throughput."""
@@ -80,11 +87,12 @@ class Engine:
         vocab: ids of the model.
         metrics: what is counted.
         forecast: what lengths are expected, for admission.
+        mover: copies pages to the host tier of the scheduler and back.
         lend: makes ids that lie in a segment what programs take, without a copy; None = they are given as they are.
         clock: monotonic seconds.
 
     Raises:
-        ValueError: a bucket has no program.
+        ValueError: a bucket has no program, or none moves as many pages at once as the scheduler's tier plans.
     """
 
     def __init__(
@@ -98,6 +106,7 @@ class Engine:
         vocab: int,
         metrics: EngineMetrics | None = None,
         forecast: Forecast | None = None,
+        mover: PageMover | None = None,
         lend: Callable[[Ints], npt.ArrayLike] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -105,6 +114,12 @@ class Engine:
         missing = programs.missing(lattice)
         if missing:
             raise ValueError(f"no program for buckets {', '.join(missing)}; build the plan's programs first")
+        wanted = scheduler.pages_at_once
+        if wanted and (mover is None or programs.moved_pages != wanted):
+            raise ValueError(
+                f"the scheduler's tier moves {wanted} pages at once, the programs {programs.moved_pages}, and "
+                f"{'nobody copies them' if mover is None else 'both must come from one plan'}"
+            )
         self._weights = weights
         self._state = state
         self._programs = programs
@@ -113,6 +128,8 @@ class Engine:
         self._vocab = vocab
         self._metrics = metrics or NoMetrics()
         self._forecast = forecast or NoForecast()
+        self._mover: PageMover = NoMover() if mover is None else mover
+        self._only_tiers = False
         self._lend = lend
         self._clock = clock
         self._table = SlotTable(lattice.decode_slots[-1], lattice.widths[-1], pool.unused)
@@ -121,6 +138,11 @@ class Engine:
         self._tokens_per_s = 0.0
         self._drain_until_s: float | None = None
         self._failure = ""
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """Who decides; for benches, which call it between steps."""
+        return self._scheduler
 
     @property
     def idle(self) -> bool:
@@ -152,6 +174,7 @@ class Engine:
             self.step(IDLE_S if self.idle else 0.0)
         self._end_all("the engine was stopped before this sequence ended; send the request again")
         self._forecast.close()
+        self._mover.close()
 
     def step(self, wait_s: float = 0.0) -> None:
         """One turn of the loop; see the module for the walk.
@@ -165,12 +188,17 @@ class Engine:
         if self._failure:
             raise EngineFailedError(self._failure)
         messages = self._gateway.receive(wait_s)
+        moved = self._mover.moved(TIERS_S if self._only_tiers else 0.0)
         began_s, self._waited_s = self._clock(), 0.0
         try:
             self._take_in(messages)
+            self._scheduler.moved(moved.saved, moved.contents)
+            for number, contents in moved.found:
+                self._scheduler.found(number, contents)
             batch = self._scheduler.next_batch(began_s)
             earlier, self._in_flight = self._in_flight, self._dispatch(batch)
-            assert batch or earlier or not self._scheduler.num_live, "somebody waits and nothing can run"
+            self._only_tiers = not (batch or earlier) and self._scheduler.waits_for_tiers
+            assert batch or earlier or self._only_tiers or not self._scheduler.num_live, "somebody waits for nothing"
             emissions = self._commit(earlier)
         except Exception as error:
             self._fail(error)
@@ -204,6 +232,7 @@ class Engine:
     # ------------------------------------------------------------------ through the device
 
     def _dispatch(self, batch: Batch) -> list[_Launch]:
+        self._move(batch)
         for sequence in batch.entered:
             self._table.enter(sequence)
             if sequence.sampling.penalised or sequence.sampling.logit_bias:
@@ -217,6 +246,26 @@ class Engine:
         if batch.prefill:
             launches.append(self._prefill(batch.prefill))
         return launches
+
+    def _move(self, batch: Batch) -> None:
+        """Read the pages that are saved, write those that are loaded, and have the next ones fetched and looked for."""
+        programs = self._programs
+        if batch.stores:
+            self._mover.store(batch.stores)
+        if batch.saves:
+            assert programs.read_pages is not None, "the tier was checked against the programs"
+            ids = _filled([save.page for save in batch.saves], programs.moved_pages)
+            self._state, copies = programs.read_pages(self._state, np.asarray(ids, np.int32))
+            self._mover.save(copies[: len(batch.saves)], batch.saves)
+        if batch.loads:
+            assert programs.write_pages is not None, "the tier was checked against the programs"
+            ids = _filled([load.page for load in batch.loads], programs.moved_pages)
+            contents = _filled([load.content for load in batch.loads], programs.moved_pages)
+            self._state = programs.write_pages(self._state, np.asarray(ids, np.int32), *contents)
+        if batch.fetches:
+            self._mover.fetch(batch.fetches)
+        if batch.searches:
+            self._mover.search(batch.searches)
 
     def _decode(self, sequences: list[Sequence]) -> _Launch:
         rows = [sequence.slot for sequence in sequences]
@@ -334,6 +383,14 @@ class _Logprobs:
         top = self._launch.sequences[index].sampling.top_logprobs
         likeliest = zip(top_ids[row, :top].tolist(), top_logprobs[row, :top].tolist(), strict=True)
         return (((sampled_id, float(logprob[row])), *likeliest),)
+
+
+_T = TypeVar("_T")
+
+
+def _filled(given: list[_T], count: int) -> list[_T]:
+    """As many as a program takes: the first one again in place of those that are not there."""
+    return given + given[:1] * (count - len(given))
 
 
 def _finished(sequence: Sequence, now_s: float) -> Finished:

@@ -1,7 +1,8 @@
 """The engine's side of the metrics: counts launches, steps and the state of the moment.
 
-Implements ``appliance.engine_ports.EngineMetrics`` and ``appliance.prediction.PredictionMetrics`` on
-``appliance.telemetry.Metrics``. Runs within a step, so it touches only counters that were made before.
+Implements ``appliance.engine_ports.EngineMetrics``, ``appliance.prediction.PredictionMetrics`` and
+``appliance.reuse.tiers.TierObserver`` on ``appliance.telemetry.Metrics``. Runs within a step, so it touches only
+counters that were made before.
 """
 
 from typing import Literal
@@ -9,7 +10,18 @@ from typing import Literal
 from appliance.engine_ports import EngineReport
 from appliance.telemetry import Metrics
 from planner.buckets import Bucket, Phase
+from planner.host_tier import TierCounts
 from planner.prefixes import ReuseCounts
+
+_TIER_EVENTS = {
+    "hits": "hit",
+    "misses": "miss",
+    "saved": "saved",
+    "evictions": "evicted",
+    "left_out": "left_out",
+    "damaged": "damaged",
+}
+"""What is counted of a tier, and the label that it has."""
 
 
 class EngineObserver:
@@ -22,6 +34,10 @@ class EngineObserver:
         self._rows = {phase: metrics.step_rows.labels(str(phase)) for phase in Phase}
         self._predictions = {source: metrics.predictions.labels(source) for source in ("lstm", "baseline")}
         self._counted = ReuseCounts()
+        tiers = metrics.of_tiers
+        self._tier = {name: tiers.pages.labels("host", event) for name, event in _TIER_EVENTS.items()}
+        self._tier_held = tiers.held.labels("host")
+        self._tier_bytes = {direction: tiers.bytes.labels("host", direction) for direction in ("in", "out")}
         self._trainings = {outcome: metrics.prediction_trainings.labels(outcome) for outcome in ("done", "failed")}
 
     def launched(self, bucket: Bucket, rows: int, tokens: int) -> None:  # noqa: ARG002 - tokens are counted by step
@@ -59,6 +75,25 @@ class EngineObserver:
             metrics.joins.inc(now.joins - before.joins)
         if now.evictions > before.evictions:
             metrics.evictions.inc(now.evictions - before.evictions)
+        if now.tier != before.tier:
+            self._tier_changed(now.tier, before.tier)
+
+    def _tier_changed(self, now: TierCounts, before: TierCounts) -> None:
+        for name, counter in self._tier.items():
+            more: int = getattr(now, name) - getattr(before, name)
+            if more:
+                counter.inc(more)
+        self._tier_held.set(now.held)
+
+    def tier_moved(self, direction: Literal["in", "out"], num_bytes: int) -> None:
+        """A content has been copied into the host tier, or out of it; called on the thread that copies."""
+        self._tier_bytes[direction].inc(num_bytes)
+
+    def tier_event(self, tier: str, event: str, num_bytes: int = 0) -> None:
+        """Something became of a page in a tier below host memory; called on the thread that asks these."""
+        self._metrics.of_tiers.pages.labels(tier, event).inc()
+        if num_bytes:
+            self._metrics.of_tiers.bytes.labels(tier, "out" if event == "hit" else "in").inc(num_bytes)
 
     def compiled(self) -> None:
         """A program was compiled after ready, which should never happen."""

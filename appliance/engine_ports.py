@@ -7,13 +7,15 @@ Owns the seam types of ``engine``. Nothing here computes, and nothing here knows
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy.typing as npt
 
 from planner.batch import Floats, Ints
 from planner.buckets import Bucket, Lattice
+from planner.host_tier import Fetch, Save, Store
 from planner.prefixes import ReuseCounts
+from planner.searching import Search
 from planner.sequence import FinishReason, Sequence
 
 # ---------------------------------------------------------------------- programs
@@ -69,17 +71,124 @@ class SetSlotProgram(Protocol):
         ...
 
 
+class PageCopy(Protocol):
+    """What a page held, in an array of its own on the device; ``numpy.asarray`` waits for it."""
+
+    def copy_to_host_async(self) -> None:
+        """Begin to copy it to the host; returns at once."""
+        ...
+
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[Any]: ...
+
+
+class ReadPagesProgram(Protocol):
+    """Copy pages out of the pool."""
+
+    def __call__(self, state: object, ids: Ints, /) -> tuple[object, Many[PageCopy]]:
+        """Dispatch the program; the state is donated, and the new one comes back with a copy an id."""
+        ...
+
+
+class WritePagesProgram(Protocol):
+    """Put contents into pages of the pool."""
+
+    def __call__(self, state: object, ids: Ints, /, *contents: object) -> object:
+        """Dispatch the program, with a content an id; the state is donated, and the new one comes back."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class ProgramSet:
-    """The compiled programs of one plan."""
+    """The compiled programs of one plan.
+
+    Those that move pages take ``moved_pages`` at a time; they are None, and that is 0, where pages stay in the pool.
+    """
 
     decode: Mapping[Bucket, DecodeProgram]
     prefill: Mapping[Bucket, PrefillProgram]
     set_slot: SetSlotProgram
+    read_pages: ReadPagesProgram | None = None
+    write_pages: WritePagesProgram | None = None
+    moved_pages: int = 0
 
     def missing(self, lattice: Lattice) -> list[str]:
         """Names of the lattice's buckets that have no program."""
         return [b.name for b in lattice.buckets() if b not in self.decode and b not in self.prefill]
+
+
+# ---------------------------------------------------------------------- tiers
+
+
+class Found(NamedTuple):
+    """The end of a search: the contents of its first names, up to one that is nowhere."""
+
+    number: int
+    contents: Many[object]
+
+
+class Moved(NamedTuple):
+    """What has ended, oldest first.
+
+    Whether each save and store went well, what each fetch gave, None if nothing, and what each search found.
+    """
+
+    saved: list[bool]
+    contents: list[object | None]
+    found: list[Found]
+
+
+class PageMover(Protocol):
+    """Copies pages between the device and the host tier, in the order of the calls and in its own time; never raises.
+
+    Called on the engine's thread; only ``moved`` waits.
+    """
+
+    def save(self, copies: Many[PageCopy], saves: Many[Save]) -> None:
+        """Keep what pages held; the copies may be computed later."""
+        ...
+
+    def store(self, stores: Many[Store]) -> None:
+        """Keep what a search has found."""
+        ...
+
+    def fetch(self, fetches: Many[Fetch]) -> None:
+        """Bring contents to the device."""
+        ...
+
+    def search(self, searches: Many[Search]) -> None:
+        """Look for contents in the tiers below."""
+        ...
+
+    def moved(self, wait_s: float) -> Moved:
+        """What has ended since the last call; waits up to ``wait_s`` for something to end."""
+        ...
+
+    def close(self) -> None:
+        """Nothing more is asked."""
+        ...
+
+
+class NoMover:
+    """Where there is no tier: nothing is ever asked."""
+
+    def save(self, copies: Many[PageCopy], saves: Many[Save]) -> None:
+        """There is no place to keep them."""
+
+    def store(self, stores: Many[Store]) -> None:
+        """Nothing was found."""
+
+    def fetch(self, fetches: Many[Fetch]) -> None:
+        """There is nothing to bring."""
+
+    def search(self, searches: Many[Search]) -> None:
+        """There is nowhere to look."""
+
+    def moved(self, wait_s: float) -> Moved:  # noqa: ARG002 - nothing is awaited
+        """Nothing ends."""
+        return Moved([], [], [])
+
+    def close(self) -> None:
+        """There is nothing to close."""
 
 
 # ---------------------------------------------------------------------- gateway

@@ -170,6 +170,26 @@ class FingerprintMetrics:
         )  # fmt: skip
 
 
+class TierMetrics:
+    """Metrics of the tiers behind the page pool; ``tier`` is host, disk or redis."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        """Register under ``registry``."""
+        self.pages = Counter(
+            "zccp_tier_pages",
+            "Pages of a tier by what became of them: hit, miss, saved, evicted, left_out, damaged, failed.",
+            ("tier", "event"),
+            registry=registry,
+        )
+        self.bytes = Counter(
+            "zccp_tier_bytes", "Bytes copied into a tier and out of it.", ("tier", "direction"), registry=registry
+        )
+        self.held = Gauge(
+            "zccp_tier_pages_held", "Pages that a tier holds.", ("tier",),
+            registry=registry, multiprocess_mode="livemostrecent",
+        )  # fmt: skip
+
+
 class Metrics:
     """Every metric of the appliance; made once a process, after the environment names the shared folder."""
 
@@ -231,6 +251,7 @@ class Metrics:
         self.cached_tokens = counter("zccp_cached_prompt_tokens", "Prompt ids whose keys and values were reused.")
         self.answers = counter("zccp_answers", "Requests looked up among the answers that are kept.", ("result",))
         self.of_fingerprints = FingerprintMetrics(registry)
+        self.of_tiers = TierMetrics(registry)
 
 
 class NodeMetrics:

@@ -4,10 +4,12 @@ Owns the order of loading and nothing else; every part is made elsewhere. Import
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import jax
+import numpy as np
 import structlog
 
 from appliance.assignment import Assignment
@@ -21,22 +23,35 @@ from appliance.model.placed import load_weights
 from appliance.model.record import read_record
 from appliance.prediction import LengthForecast, TrainingProcess, state_file
 from appliance.release import programs_of
+from appliance.reuse.disk_tier import DiskTier
+from appliance.reuse.lower_tiers import LowerTiers, PageStore
+from appliance.reuse.redis_tier import TIMEOUT_S, RedisTier
+from appliance.reuse.tiers import Below, HostMemory, PageForm, TierObserver
 from appliance.submission import ModelLimits
 from planner.batch import Ints
 from planner.buckets import Bucket, Phase
+from planner.host_tier import HostTier
 from planner.kv import lead_of
+from planner.page_moves import PAGE_CUT, page_shape
 from planner.pages import PagePool
 from planner.plan import Plan
 from planner.prefixes import PrefixSettings, identity_of
-from planner.program import Program, empty_state, idle_arguments
-from planner.schedule import Scheduler, SchedulerSettings
-from planner.store import open_store
+from planner.program import Program, empty_state, idle_arguments, serving_devices, state_shapes
+from planner.schedule import Scheduler
+from planner.schedule_values import SchedulerSettings
+from planner.sharding import Placement
+from planner.store import digest, identity, open_store
 from planner.target import find_target
 
 _log = structlog.get_logger("zccp.engine")
 
 _NO_ADAPTER = ""
 """Stands for the adapter in the names of pages, until there are any."""
+
+_SEARCH_S = 0.25
+"""Longest wait for tiers below host memory, in seconds: a disk reads many pages in it, and a reader hardly feels it."""
+
+_MIB = 1 << 20
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
@@ -73,11 +88,17 @@ def build_engine(
     state = jax.block_until_ready(empty_state(programs))
     announce("running every program once")
     state = _run_once(plan, programs, weights, state)
+    tier = host_tier(plan, config)
     scheduler = Scheduler(
         plan.lattice,
         PagePool(plan.num_pages, plan.page_size, plan.context_devices, plan.shard_pages),
         schedule_settings(plan, config, [file.sha256 for file in record.source_files]),
+        tier,
     )
+    mover = None
+    if tier.places:
+        announce("setting host memory for pages aside")
+        mover = page_mover(plan, tier.places, observer, lower_tiers(plan, config, observer))
     vocab = plan.architecture.vocab
     engine = Engine(
         weights,
@@ -88,6 +109,7 @@ def build_engine(
         vocab=vocab,
         metrics=observer,
         forecast=_forecast(assignment, folder.name, observer),
+        mover=mover,
         lend=lend_to(plan),
     )
     jax.monitoring.register_event_duration_secs_listener(_count_compilations(observer))
@@ -110,6 +132,7 @@ def schedule_settings(plan: Plan, config: ApplianceConfig, model: Iterable[str] 
         prefill_budget=plan.prefill_budget,
         max_waiting=config.engine.max_waiting,
         max_waiting_tokens=config.engine.max_waiting_tokens,
+        search_s=_SEARCH_S if config.cache.disk_tier_mb or config.cache.redis_tier else 0.0,
         prefixes=PrefixSettings(
             reuse=config.cache.prefix_reuse,
             identity=identity_of(plan.digest(), _NO_ADAPTER, *model),
@@ -120,13 +143,62 @@ def schedule_settings(plan: Plan, config: ApplianceConfig, model: Iterable[str] 
     )
 
 
+def host_tier(plan: Plan, config: ApplianceConfig) -> HostTier:
+    """The places for pages in host memory that the configuration asks for, as far as the plan can use them."""
+    page_bytes, given_bytes = plan.page_bytes * plan.model_devices, int(config.cache.host_tier_mb * _MIB)
+    places = given_bytes // page_bytes
+    if not given_bytes:
+        return HostTier()
+    if not plan.moved_pages:
+        _log.warning("there is no host tier: pages of contexts that are spread over devices stay on them")
+        return HostTier()
+    if not places:
+        _log.warning("there is no host tier: cache.host_tier_mb holds no page", page_bytes=page_bytes)
+        return HostTier()
+    return HostTier(places, plan.moved_pages)
+
+
+def lower_tiers(plan: Plan, config: ApplianceConfig, observer: EngineObserver) -> LowerTiers | None:
+    """The tiers below host memory that the configuration asks for, the nearest first; None: there are none.
+
+    Contents there outlive this process, so that they are found only by programs that would make the same.
+    """
+    cache, space = config.cache, bytes.fromhex(digest(identity(plan)))
+    stores: list[PageStore] = []
+    if cache.disk_tier_mb:
+        evicted = partial(observer.tier_event, DiskTier.label, "evicted")
+        stores.append(DiskTier(config.home / "pages", int(cache.disk_tier_mb * _MIB), space, evicted))
+    if cache.redis_tier:
+        from appliance.reuse.redis_index import connect  # noqa: PLC0415 - takes memory that few need
+
+        client = partial(connect, cache.redis_url, TIMEOUT_S, cluster=cache.redis_cluster)
+        stores.append(RedisTier(client, cache.redis_tier_ttl_s, space))
+    return LowerTiers(stores, plan.page_bytes * plan.model_devices, observer) if stores else None
+
+
+def page_mover(plan: Plan, places: int, observer: TierObserver, below: Below | None = None) -> HostMemory:
+    """Memory for so many pages of a plan, page-locked where a GPU is to read it, and the thread that copies."""
+    shape = page_shape(state_shapes(plan).pages)
+    sharding = Placement.of(plan, serving_devices(plan)).sharding(PAGE_CUT)
+
+    def to_device(page: np.ndarray) -> object:
+        return jax.block_until_ready(jax.device_put(page, sharding, may_alias=False))
+
+    lock = _try_to_lock if find_target(plan.target).card else None
+    return HostMemory(places, PageForm(shape.shape, shape.dtype), to_device, observer, lock, below)
+
+
 def program_set(programs: dict[Bucket, Program]) -> ProgramSet:
     """The loaded programs as the engine calls them."""
     phases = {
         phase: {bucket: program for bucket, program in programs.items() if bucket.phase is phase} for phase in Phase
     }
     (set_slot,) = phases[Phase.SET_SLOT].values()
-    return ProgramSet(decode=phases[Phase.DECODE], prefill=phases[Phase.PREFILL], set_slot=set_slot)
+    found = ProgramSet(decode=phases[Phase.DECODE], prefill=phases[Phase.PREFILL], set_slot=set_slot)
+    if not phases[Phase.READ_PAGES]:
+        return found
+    (read_pages,), (write_pages,) = phases[Phase.READ_PAGES].values(), phases[Phase.WRITE_PAGES].values()
+    return replace(found, read_pages=read_pages, write_pages=write_pages, moved_pages=read_pages.bucket.slots)
 
 
 def lend_to(plan: Plan) -> Callable[[Ints], jax.Array] | None:
@@ -138,10 +210,14 @@ def lend_to(plan: Plan) -> Callable[[Ints], jax.Array] | None:
 
 def _page_lock(gateway: EngineGateway) -> None:
     """Let the GPU read segments itself; without that it still gets every id, through a buffer of the driver's."""
+    _try_to_lock(gateway.memory)
+
+
+def _try_to_lock(memory: memoryview) -> None:
     try:
-        page_lock(gateway.memory)
+        page_lock(memory)
     except PinError as error:
-        _log.warning("segments are not page-locked", cause=str(error))
+        _log.warning("memory is not page-locked", cause=str(error))
 
 
 def _forecast(assignment: Assignment, model: str, observer: EngineObserver) -> LengthForecast | None:
@@ -158,14 +234,17 @@ def _forecast(assignment: Assignment, model: str, observer: EngineObserver) -> L
 def _run_once(plan: Plan, programs: dict[Bucket, Program], weights: object, state: object) -> object:
     """Run each program on an empty batch, so that nothing is done for the first time while serving.
 
-    Returns the device state after that, which is as empty as before: rows without ids write nothing.
+    Returns the device state after that, which is as empty as before: rows without ids write nothing, and the page that
+    is written is written with nothing.
     """
     for bucket, program in programs.items():
         if bucket.phase is Phase.EMPTY:
             continue
         arguments = idle_arguments(plan, bucket)
-        if bucket.phase is Phase.SET_SLOT:
+        if bucket.phase in (Phase.SET_SLOT, Phase.WRITE_PAGES):
             state = program(state, *arguments)
+        elif bucket.phase is Phase.READ_PAGES:
+            state, _ = program(state, *arguments)
         else:
             state, _ = program(weights, state, *arguments)
     return jax.block_until_ready(state)

@@ -24,6 +24,10 @@ class Phase(StrEnum):
     """No step of a model: writes the penalty state of a sequence that enters a slot."""
     EMPTY = "empty"
     """No step of a model: makes the state that all others are given and give back."""
+    READ_PAGES = "read_pages"
+    """No step of a model: copies whole pages out of the pool."""
+    WRITE_PAGES = "write_pages"
+    """No step of a model: puts whole pages into the pool."""
 
 
 class BucketError(ValueError):
@@ -34,8 +38,8 @@ class BucketError(ValueError):
 class Bucket:
     """Static sizes of one program.
 
-    ``slots`` is the number of rows (sequences), ``chunk`` the number of prompt ids of the whole launch (1 a row and so
-    1 for decode), ``width`` the page-table length of a row, in pages.
+    ``slots`` is the number of rows (sequences, or pages where pages are moved), ``chunk`` the number of prompt ids of
+    the whole launch (1 a row and so 1 for decode), ``width`` the page-table length of a row, in pages.
     """
 
     phase: Phase

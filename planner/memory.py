@@ -13,9 +13,10 @@ from pallas_kernels.kv_layout import BASE_BITS, STRETCH
 from planner.axes import AXES
 from planner.batch import NUM_FLOATS, NUM_INTS, NUM_TOP_LOGPROBS
 from planner.buckets import Bucket, Phase
+from planner.host_tier import PAGES_ON_THE_WAY
 from planner.kv import energy_bytes, slot_bytes
 from planner.pages import fullest
-from planner.plan import Plan
+from planner.plan import MOVED_BYTES, Plan
 from planner.target import find_target
 from planner.weights import WeightSpec, weight_specs
 
@@ -111,13 +112,15 @@ def memory_plan(plan: Plan, workspace_bytes: int | None = None, usable_bytes: in
 def workspace_allowance(plan: Plan) -> int:
     """Bytes that a plan for a GPU sets aside for programs; 0 on a CPU, whose memory is the system's.
 
-    The share that temporaries may take, and twice what the launches of a step exchange with the host, since a step is
-    dispatched before the one before has been read.
+    The share that temporaries may take, twice what the launches of a step exchange with the host, since a step is
+    dispatched before the one before has been read, and the pages that are on their way between pool and host: as many
+    bytes whatever the format, so that formats differ in nothing but what they hold.
     """
     target = find_target(plan.target)
     if not target.card:
         return 0
-    return int(TEMPORARIES * find_card(target.card).memory_bytes) + 2 * _exchanged_bytes(plan)
+    moving = PAGES_ON_THE_WAY * max(MOVED_BYTES, plan.page_bytes) if plan.moved_pages else 0
+    return int(TEMPORARIES * find_card(target.card).memory_bytes) + 2 * _exchanged_bytes(plan) + moving
 
 
 def prefill_rows(plan: Plan) -> int:

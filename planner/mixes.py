@@ -19,7 +19,8 @@ from planner.buckets import Bucket, Phase, round_up
 from planner.pages import PagePool
 from planner.plan import Plan
 from planner.prefixes import PrefixSettings
-from planner.schedule import Batch, Scheduler, SchedulerSettings
+from planner.schedule import Scheduler
+from planner.schedule_values import Batch, SchedulerSettings
 from planner.sequence import Sampling, Sequence
 
 _P99 = 0.99

@@ -16,6 +16,8 @@ device is the sequence's *home*. Homes differ, so that short sequences fill all 
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import NamedTuple
 
 from planner.idle import IdlePages
 
@@ -36,6 +38,13 @@ def fullest(pages: int, shard_pages: int, devices: int) -> int:
     return (at_home - 1) * shard_pages + (last if (shards - 1) % devices == 0 else shard_pages)
 
 
+class Cached(NamedTuple):
+    """A page with content that has a name."""
+
+    name: bytes
+    page: int
+
+
 class PageError(RuntimeError):
     """A page was taken, named, shared or given back against the rules; always a fault of the caller."""
 
@@ -54,8 +63,8 @@ class PagePool:
     """
 
     __slots__ = (
-        "_free", "_idle", "_name_of", "_on_one", "_page_of", "_precious", "_references", "_shard_pages", "devices",
-        "evictions", "num_pages", "page_size",
+        "_free", "_given_up", "_idle", "_name_of", "_on_one", "_page_of", "_precious", "_references", "_shard_pages",
+        "devices", "evictions", "num_pages", "page_size",
     )  # fmt: skip
 
     def __init__(self, num_pages: int, page_size: int, devices: int = 1, shard_pages: int = 1) -> None:
@@ -79,6 +88,7 @@ class PagePool:
         self._page_of: dict[bytes, int] = {}
         self._name_of: list[bytes | None] = [None] * num_pages
         self._precious = bytearray(num_pages)
+        self._given_up: list[Cached] = []
         self.evictions = 0
         """Cached pages that were taken for something else."""
 
@@ -193,10 +203,27 @@ class PagePool:
         taken = empty[::-1]
         while len(taken) < count:
             page = self._idle[device].give_up()
+            name = self._name_of[page]
+            if name is not None:
+                self._given_up.append(Cached(name, page))
             self._forget(page)
             self.evictions += 1
             taken.append(page)
         return taken
+
+    def take_given_up(self) -> list[Cached]:
+        """What was cached and has been taken since the last call, in that order; nothing is written there yet."""
+        found, self._given_up = self._given_up, []
+        return found
+
+    def next_given_up(self, room: int) -> list[Cached]:
+        """What would be taken, in that order, if so many pages were needed on the first device; O(``room``)."""
+        found = list[Cached]()
+        for page in islice(self._idle[0], max(0, room - len(self._free[0]))):
+            name = self._name_of[page]
+            if name is not None:
+                found.append(Cached(name, page))
+        return found
 
     def share(self, pages: Sequence[int]) -> None:
         """Add one reference to each of the pages, which somebody holds or which are cached.

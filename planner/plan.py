@@ -23,6 +23,12 @@ PAGE_SIZES = (16, 32, 64, 128, 256, 512)
 IMPLEMENTATIONS = {"cpu": ("xla", "native"), "cuda": ("pallas",)}
 """Code paths of a platform."""
 
+MOVED_BYTES = 64 << 20
+"""Bytes of one device that one launch moves between pool and host at most, unless a page alone is larger."""
+
+MOST_MOVED = 8
+"""Pages that one launch moves at most: each is an argument or a result of its own."""
+
 _CODE_PATHS: dict[str, Implementation] = {"xla": "xla", "native": "native", "pallas": "pallas"}
 _SMALLEST_CHUNK = 32
 _CUT = ("q_heads", "ffw", "vocab")
@@ -113,9 +119,18 @@ class Plan:
         """Pages of the longest sequence."""
         return -(-self.context // self.page_size)
 
+    @property
+    def moved_pages(self) -> int:
+        """Pages that one launch moves between pool and host; 0 where contexts are spread, whose pages stay."""
+        if self.context_devices > 1:
+            return 0
+        return max(1, min(MOST_MOVED, MOVED_BYTES // self.page_bytes))
+
     def buckets(self) -> tuple[Bucket, ...]:
-        """The bucket of every program: the lattice, the one that sets a slot's penalty state, and an empty state."""
-        others = (Bucket(phase, self.slots, 1, 1) for phase in (Phase.SET_SLOT, Phase.EMPTY))
+        """The bucket of every program: the lattice, and those that are no step of a model."""
+        others = [Bucket(phase, self.slots, 1, 1) for phase in (Phase.SET_SLOT, Phase.EMPTY)]
+        if moved := self.moved_pages:
+            others += [Bucket(phase, moved, 1, 1) for phase in (Phase.READ_PAGES, Phase.WRITE_PAGES)]
         return (*self.lattice.buckets(), *others)
 
     def to_json(self) -> dict[str, Any]:

@@ -15,17 +15,19 @@ with it: at least one id has to be computed.
 
 A sequence that enters *promises* the full pages of its ids that it is going to compute. One whose next page is promised
 waits for the last promised page of its own chain instead of computing the same; when that page is named, or its promise
-is broken because the one that made it is gone, it comes in line again.
+is broken because the one that made it is gone, it comes in line again. Pages that are loaded from a tier are named when
+their content is on its way into them, like those that a launch fills.
 """
 
 from array import array
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import islice
 from sys import byteorder
 
+from planner.host_tier import TierCounts
 from planner.pages import PagePool
 from planner.sequence import Sequence
 
@@ -66,6 +68,7 @@ class ReuseCounts:
     reused_tokens: int = 0
     joins: int = 0
     evictions: int = 0
+    tier: TierCounts = field(default_factory=TierCounts)
 
     @property
     def hit_rate(self) -> float:
@@ -125,17 +128,34 @@ class Prefixes:
 
         Sets where its computing begins. Returns how many of its positions it does not compute.
         """
-        page_size = self._pool.page_size
         sequence.kept = sequence.promised = shared
-        sequence.computed = spared = shared * page_size
-        if shared and self._settings.lead:
-            sequence.computed, sequence.resume_at = 0, spared
-            spared -= self._settings.lead
         if self._settings.reuse:
-            sequence.promised = len(sequence.ids) // page_size
+            sequence.promised = len(sequence.ids) // self._pool.page_size
             for name in islice(sequence.chain, shared, sequence.promised):
                 self._promises.setdefault(name, sequence)
+        return self.begin(sequence)
+
+    def begin(self, sequence: Sequence) -> int:
+        """Let a sequence compute what is behind its pages that are full; how many positions it does not compute."""
+        sequence.computed = spared = sequence.kept * self._pool.page_size
+        if spared and self._settings.lead:
+            sequence.computed, sequence.resume_at = 0, spared
+            spared -= self._settings.lead
         return spared
+
+    def behind(self, sequence: Sequence, shared: int) -> Iterator[bytes]:
+        """Names of the pages that a sequence could have without computing them, beside its first ``shared`` ones."""
+        return islice(self._wanted(sequence), shared, None)
+
+    def loaded(self, sequence: Sequence, pages: int) -> list[Sequence]:
+        """So many pages more of a sequence get their contents in this step, from a tier; who waited for them."""
+        woken: list[Sequence] = []
+        for index in range(sequence.kept, sequence.kept + pages):
+            name = sequence.chain[index]
+            self._pool.keep(sequence.pages[index], name, precious=True)
+            woken += self._kept(name)
+        sequence.kept += pages
+        return woken
 
     def next_end(self, sequence: Sequence) -> int:
         """Where the next chunk of a sequence ends at the latest, so that what others can use comes first."""
@@ -163,8 +183,8 @@ class Prefixes:
             name, prompt = sequence.chain[index], index < of_prompt
             new = self._pool.keep(sequence.pages[index], name, precious=prompt and sequence.precious)
             sequence.created_tokens += page_size * (new and prompt and not sequence.preemptions)
-            if index < sequence.promised and self._promises.pop(name, None) is not None:
-                woken += self._waiting.pop(name, ())
+            if index < sequence.promised:
+                woken += self._kept(name)
         sequence.kept = full
         return woken
 
@@ -188,6 +208,10 @@ class Prefixes:
             assert sequence in running, "only who runs promises"
             assert name in sequence.chain[sequence.kept : sequence.promised], "what is promised is still to come"
         assert set(self._waiting) <= set(self._promises), "whoever waits was promised something"
+
+    def _kept(self, name: bytes) -> list[Sequence]:
+        """A page that was promised is there; who waited for it."""
+        return [] if self._promises.pop(name, None) is None else self._waiting.pop(name, [])
 
     def _wanted(self, sequence: Sequence) -> Iterator[bytes]:
         """Names of the pages that a sequence may share: all but the one with its last id."""

@@ -30,6 +30,7 @@ from planner.decoder import QUERY_ENERGY, DeviceState, Numerics, decode_step, pr
 from planner.formats import KvFormat
 from planner.kv import energy_shape
 from planner.memory import memory_plan
+from planner.page_moves import PAGE_CUT, page_shape, read_pages, write_pages
 from planner.plan import Plan
 from planner.sharding import (
     Device,
@@ -159,6 +160,8 @@ def host_shapes(bucket: Bucket, vocab: int) -> tuple[jax.ShapeDtypeStruct, ...]:
         return ()
     if bucket.phase is Phase.SET_SLOT:
         return shape((), jnp.int32), shape((vocab,), jnp.int32), shape((vocab,), jnp.float32)
+    if bucket.phase in (Phase.READ_PAGES, Phase.WRITE_PAGES):
+        return (shape((bucket.slots,), jnp.int32),)
     ints = shape((bucket.slots, NUM_INTS + bucket.width), jnp.int32)
     floats = shape((bucket.slots, NUM_FLOATS), jnp.float32)
     if bucket.phase is Phase.DECODE:
@@ -248,6 +251,13 @@ def _signature(plan: Plan, bucket: Bucket) -> _Signature:
         return _Signature(functools.partial(_zeros, plan), (), (), (), state, state_cuts)
     if bucket.phase is Phase.SET_SLOT:
         return _Signature(set_slot, (state, *host), (state_cuts, *host_cuts), (0,), state, state_cuts)
+    pages, page_cuts = (page_shape(state.pages),) * bucket.slots, (PAGE_CUT,) * bucket.slots
+    if bucket.phase is Phase.READ_PAGES:
+        result, result_cuts = (state, pages), (state_cuts, page_cuts)
+        return _Signature(read_pages, (state, *host), (state_cuts, *host_cuts), (0,), result, result_cuts)
+    if bucket.phase is Phase.WRITE_PAGES:
+        arguments, cuts = (state, *host, *pages), (state_cuts, *host_cuts, *page_cuts)
+        return _Signature(write_pages, arguments, cuts, (0,), state, state_cuts)
     step = functools.partial(decode_step if bucket.phase is Phase.DECODE else prefill_step, arch, numerics)
     arguments, cuts = (weight_shapes(plan), state, *host), (placed_weight_specs(plan), state_cuts, *host_cuts)
     return _Signature(step, arguments, cuts, (1,), (state, Sampled._make(range(4))), (state_cuts, PartitionSpec()))
@@ -336,4 +346,7 @@ def deserialise(plan: Plan, program: SerialisedProgram) -> Program:
 
 def idle_arguments(plan: Plan, bucket: Bucket) -> tuple[np.ndarray, ...]:
     """Host arrays of an empty batch, for running a program once before it is needed."""
-    return tuple(np.zeros(leaf.shape, leaf.dtype) for leaf in host_shapes(bucket, plan.architecture.vocab))
+    shapes = host_shapes(bucket, plan.architecture.vocab)
+    if bucket.phase is Phase.WRITE_PAGES:
+        shapes = (*shapes, *(page_shape(state_shapes(plan).pages),) * bucket.slots)
+    return tuple(np.zeros(leaf.shape, leaf.dtype) for leaf in shapes)

@@ -1,7 +1,8 @@
 """Scheduler: which sequences run in the next step, with which slots and pages.
 
-Owns the decisions and, through ``PagePool``, ``Prefixes``, ``RunningLines`` and ``WaitingLines``, the pages and
-everybody's place. Reads no clock and touches no array: times and sampled ids come in as arguments.
+Owns the decisions and, through ``PagePool``, ``Prefixes``, ``HostTier``, ``Loading``, ``RunningLines`` and
+``WaitingLines``, the pages and everybody's place. Reads no clock and touches no array: times and sampled ids come in as
+arguments.
 
 A step, in the order of ``next_batch``:
 
@@ -18,9 +19,11 @@ A step, in the order of ``next_batch``:
    waits while the needs predicted for all who run and for itself pass the pool (``outlook``), unless waiting could cost
    it its answer. One that does not fit is overtaken by smaller ones a bounded number of times; then nobody else is
    admitted until it fits.
-4. The prompts being computed share the prefill budget (``chunks``), as far as somebody waits for them before the rest.
+4. What the pool gives up is saved in host memory, and pages of sequences that entered come from there (``host_tier``,
+   ``loading``); both are carried out before the launches of the step. Nobody takes a page in this step from here on.
+5. The prompts being computed share the prefill budget (``chunks``), as far as somebody waits for them before the rest.
    The last chunk of a prompt yields an id. Pages that are full after this step can be shared from the next one on.
-5. What is planned counts as computed; its ids are in flight until ``commit``.
+6. What is planned counts as computed; its ids are in flight until ``commit``.
 
 ``commit`` takes the ids that a step sampled. It comes one step late, after the next batch was planned, hence three
 rules: a sequence whose last possible id is in flight is not planned again; one that ends by a stop id has wasted at
@@ -33,78 +36,24 @@ own and goes on behind the shared pages. Choices of one request are like any seq
 the others join it. Waiting sequences hold no pages; a preempted one finds its own again if nobody has taken them.
 """
 
-import heapq
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from planner.batch import NUM_SUPPRESSED
 from planner.buckets import Lattice
 from planner.chunks import share_budget
+from planner.deadlines import Deadlines
+from planner.host_tier import HostTier, Store
+from planner.loading import Loading
 from planner.outlook import Outlook, candidate_need, need, outlook_of
 from planner.pages import PagePool
-from planner.prefixes import Prefixes, PrefixSettings, ReuseCounts
+from planner.prefixes import Prefixes, ReuseCounts
+from planner.refusals import Bounds, Refusal, refuse
 from planner.running import RunningLines
+from planner.schedule_values import Batch, SchedulerSettings
+from planner.searching import Searching
 from planner.sequence import Chunk, FinishReason, Sequence, Status
 from planner.waiting import WaitingLines
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerSettings:
-    """Bounds of the schedule.
-
-    ``prefill_budget`` bounds decode rows and prompt ids of a step together while anything decodes, which bounds the
-    time between two ids of a stream. ``max_waiting`` counts sequences and ``max_waiting_tokens`` their ids.
-    ``max_overtakes`` is how many sequences may be admitted past one that does not fit. Chunks start at multiples of
-    ``chunk_align`` positions. ``prefixes`` says what pages are shared.
-
-    Raises:
-        ValueError: a bound is below its least value.
-    """
-
-    prefill_budget: int
-    max_waiting: int = 1024
-    max_waiting_tokens: int = 1 << 20
-    max_overtakes: int = 64
-    chunk_align: int = 16
-    prefixes: PrefixSettings = field(default_factory=PrefixSettings)
-
-    def __post_init__(self) -> None:
-        for name in ("prefill_budget", "max_waiting", "max_waiting_tokens", "chunk_align"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
-        if self.max_overtakes < 0:
-            raise ValueError(f"max_overtakes is {self.max_overtakes}; it must be 0 or more")
-        if self.prefixes.lead % self.chunk_align:
-            raise ValueError(f"lead is {self.prefixes.lead}; it must be a multiple of chunk_align, {self.chunk_align}")
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """Why a request is not taken.
-
-    ``kind``: overloaded | too_long | stale. ``retry_after_s`` is 0 when waiting does not help.
-    """
-
-    kind: str
-    message: str
-    retry_after_s: float = 0.0
-
-
-@dataclass(slots=True)
-class Batch:
-    """One step's work.
-
-    ``entered`` have a slot since this step and ``grown`` one page more; both must be told to whoever packs rows.
-    """
-
-    decode: list[Sequence] = field(default_factory=list[Sequence])
-    prefill: list[Chunk] = field(default_factory=list[Chunk])
-    entered: list[Sequence] = field(default_factory=list[Sequence])
-    grown: list[Sequence] = field(default_factory=list[Sequence])
-    preempted: int = 0
-
-    def __bool__(self) -> bool:
-        return bool(self.decode or self.prefill)
 
 
 class Scheduler:
@@ -114,12 +63,19 @@ class Scheduler:
         lattice: the buckets there are; its largest decode bucket is the number of slots.
         pool: the pages, all free.
         settings: the bounds.
+        tier: the host memory for pages, empty; None = there is none.
 
     Raises:
         ValueError: the page size is no multiple of the chunk alignment, or the largest prefill bucket is below it.
     """
 
-    def __init__(self, lattice: Lattice, pool: PagePool, settings: SchedulerSettings) -> None:
+    def __init__(
+        self,
+        lattice: Lattice,
+        pool: PagePool,
+        settings: SchedulerSettings,
+        tier: HostTier | None = None,
+    ) -> None:
         align = settings.chunk_align
         if pool.page_size % align:
             raise ValueError(f"page_size {pool.page_size} is no multiple of the chunk alignment of {align} positions")
@@ -131,10 +87,14 @@ class Scheduler:
         self.lattice = lattice
         self._settings = settings
         self._prefixes = Prefixes(pool, settings.prefixes)
+        self._tier = HostTier() if tier is None else tier
+        self._loading = Loading(self._tier)
+        self._searching = Searching(self._tier, settings.search_s)
+        self._stores: list[Store] = []
         self._running = RunningLines(lattice.decode_slots[-1])
         self._waiting = WaitingLines()
         self._live: dict[int, Sequence] = {}
-        self._deadlines: list[tuple[float, int, Sequence]] = []
+        self._deadlines = Deadlines()
         self._finished: list[Sequence] = []
         self._submitted = 0
         self._blocked: Sequence | None = None
@@ -168,9 +128,24 @@ class Scheduler:
         return self._waiting.num_tokens
 
     @property
+    def num_loading(self) -> int:
+        """Sequences in slots whose pages are on their way from the host tier."""
+        return len(self._loading)
+
+    @property
+    def waits_for_tiers(self) -> bool:
+        """Whether somebody waits for what tiers have."""
+        return bool(self._loading or self._searching)
+
+    @property
+    def pages_at_once(self) -> int:
+        """Pages that a step moves to the host tier at most, and from there; 0 without one."""
+        return self._tier.at_once if self._tier.places else 0
+
+    @property
     def reuse(self) -> ReuseCounts:
         """What reuse has brought so far."""
-        return replace(self._prefixes.counts, evictions=self.pool.evictions)
+        return replace(self._prefixes.counts, evictions=self.pool.evictions, tier=self._tier.counts)
 
     # ------------------------------------------------------------------ coming and going
 
@@ -184,13 +159,19 @@ class Scheduler:
             choices: the sequences of the request, at least one; all have the same prompt.
             tokens_per_s: recent throughput, for the estimate of when to come back; 0 = unknown.
         """
-        refusal = self._refuse(choices, tokens_per_s)
+        settings, stale = self._settings, [sequence.key for sequence in choices if sequence.key in self._live]
+        bounds = Bounds(self.capacity, settings.max_waiting, settings.max_waiting_tokens)
+        refusal = refuse(choices, stale, self._waiting, bounds, tokens_per_s)
         if refusal is not None:
             return refusal
         self._prefixes.submitted(choices)
         for sequence in choices:
             self._register(sequence)
             self._waiting.add(sequence)
+            if self._searching.enabled:
+                first = len(self._prefixes.resident(sequence))
+                if self._searching.add(sequence, self._prefixes.behind(sequence, first)):
+                    self._waiting.park(sequence)
         return None
 
     def cancel(self, key: int) -> None:
@@ -214,12 +195,30 @@ class Scheduler:
     def next_batch(self, now_s: float) -> Batch:
         """Plan the next step; see the module for the order. An empty batch: nothing can be done before ``commit``."""
         batch = Batch()
-        self._expire(now_s)
+        for sequence, error in self._deadlines.passed(now_s):
+            self._finish(sequence, FinishReason.ERROR, error=error)
+        batch.searches, batch.stores, self._stores = self._searching.begin(now_s), self._stores, []
+        self._waiting.call(self._searching.ended(now_s))
         self._plan_decode(batch)
         if len(self._waiting) and not self._running.full:
             self._admit(batch, now_s)
+        self._plan_moves(batch)
         self._plan_prefill(batch)
         return batch
+
+    def moved(self, saved: Many[bool], contents: Many[object | None]) -> None:
+        """The oldest copies between pool and host tier have ended, in the order in which they were planned.
+
+        Args:
+            saved: of each save, whether the tier has the content.
+            contents: of each fetch, the content as ``Load`` carries it; None: it is lost.
+        """
+        self._tier.saved(saved)
+        self._loading.come(contents)
+
+    def found(self, number: int, contents: Many[object]) -> None:
+        """A search has ended; ``contents`` are of its first names, up to one that is nowhere."""
+        self._stores += self._searching.found(number, contents)
 
     def commit(self, sequences: Many[Sequence], ids: Many[int], now_s: float) -> list[int]:
         """Apply the ids that a launch sampled.
@@ -259,6 +258,7 @@ class Scheduler:
         running, waiting = list(self._running), list(self._waiting)
         self.pool.check([sequence.pages for sequence in running])
         self._prefixes.check(running)
+        self._loading.check()
         assert sorted(self._live) == sorted(s.key for s in [*running, *waiting]), "live = running or waiting"
         assert all(self._live[s.key] is s for s in [*running, *waiting]), "a key stands for one sequence"
         assert (self._waiting.num_tokens > 0) == bool(waiting), "waiting ids are counted"
@@ -283,33 +283,7 @@ class Scheduler:
         sequence.order = self._submitted
         self._submitted += 1
         self._live[sequence.key] = sequence
-        if sequence.deadline_s is not None:
-            if len(self._deadlines) > 2 * len(self._live) + 64:
-                self._deadlines = [entry for entry in self._deadlines if entry[2].status is not Status.FINISHED]
-                heapq.heapify(self._deadlines)
-            heapq.heappush(self._deadlines, (sequence.deadline_s, sequence.order, sequence))
-
-    def _refuse(self, choices: Many[Sequence], tokens_per_s: float) -> Refusal | None:
-        prompt_len, waiting, settings = choices[0].prompt_len, self._waiting, self._settings
-        for sequence in choices:
-            if sequence.key in self._live:
-                return Refusal("stale", f"segment {sequence.key} still carries a live sequence; wait for its finish")
-        if prompt_len + 1 > self.capacity:
-            return Refusal(
-                "too_long",
-                f"a prompt of {prompt_len} ids and one new id pass the {self.capacity} positions that the page pool "
-                f"has for one sequence; shorten the prompt, or raise the memory for pages or the plan's context",
-            )
-        if not len(waiting):
-            return None
-        if len(waiting) + len(choices) > settings.max_waiting:
-            bound = f"{len(waiting)} sequences wait and {settings.max_waiting} may"
-        elif waiting.num_tokens + prompt_len * len(choices) > settings.max_waiting_tokens:
-            bound = f"prompts of {waiting.num_tokens} ids wait and {settings.max_waiting_tokens} may"
-        else:
-            return None
-        wait_s = waiting.num_tokens / tokens_per_s if tokens_per_s > 0 else 1.0
-        return Refusal("overloaded", f"{bound}; try again later", min(max(wait_s, 1.0), 60.0))
+        self._deadlines.add(sequence, len(self._live))
 
     def _admit(self, batch: Batch, now_s: float) -> None:
         growing = self._growing()
@@ -393,17 +367,10 @@ class Scheduler:
             self._prefixes.counts.prompt_tokens += sequence.prompt_len
             self._prefixes.counts.reused_tokens += spared
         self._running.enter(sequence)
+        if self._tier.places:
+            self._loading.begin(sequence, len(shared), self._prefixes.behind(sequence, len(shared)))
 
     # ------------------------------------------------------------------ planning
-
-    def _expire(self, now_s: float) -> None:
-        while self._deadlines and self._deadlines[0][0] <= now_s:
-            deadline_s, _, sequence = heapq.heappop(self._deadlines)
-            error = (
-                f"deadline of {deadline_s - sequence.arrival_s:.1f} s passed with {sequence.completion_len} of "
-                f"{sequence.sampling.max_tokens} new ids; allow more time or ask for fewer"
-            )
-            self._finish(sequence, FinishReason.ERROR, error=error)
 
     def _plan_decode(self, batch: Batch) -> None:
         page_size, rows, charge = self.pool.page_size, batch.decode, self._waiting.charge
@@ -444,8 +411,28 @@ class Scheduler:
         batch.grown.append(sequence)
         return True
 
+    def _plan_moves(self, batch: Batch) -> None:
+        """Plan what goes to the host tier and what comes from it, once all pages of the step have been taken."""
+        batch.saves = self._tier.plan_saves(self.pool)
+        if not self._loading:
+            return
+        batch.loads, batch.fetches, progress = self._loading.plan()
+        for sequence, pages, ended in progress:
+            self._waiting.call(self._prefixes.loaded(sequence, pages))
+            if ended:
+                self._loaded(sequence)
+
+    def _loaded(self, sequence: Sequence) -> None:
+        """A sequence has what the tier had for it, and computes the rest."""
+        before = sequence.computed or sequence.resume_at - self._settings.prefixes.lead
+        more = self._prefixes.begin(sequence) - max(before, 0)
+        if not sequence.preemptions:
+            sequence.cached_tokens += more
+            self._prefixes.counts.reused_tokens += more
+            self._waiting.charge(sequence.tenant, -more)
+
     def _plan_prefill(self, batch: Batch) -> None:
-        settings, prompts = self._settings, tuple(self._running.prefilling)
+        settings, prompts = self._settings, tuple(s for s in self._running.prefilling if s not in self._loading)
         budget = self.lattice.prefill_chunks[-1]
         if batch.decode:
             budget = min(budget, max(settings.prefill_budget - len(batch.decode), settings.chunk_align))
@@ -479,6 +466,7 @@ class Scheduler:
             self._drop_pages(sequence)
             self._running.leave(sequence)
         else:
+            self._searching.remove(sequence)
             self._waiting.remove(sequence)
         sequence.status = Status.FINISHED
         sequence.finish_reason, sequence.stop_id, sequence.error = reason, stop_id, error
@@ -489,6 +477,7 @@ class Scheduler:
 
     def _drop_pages(self, sequence: Sequence) -> None:
         """Give a sequence's pages back; whoever waited for what it was computing comes in line again."""
+        self._loading.stop(sequence)
         self._waiting.call(self._prefixes.left(sequence))
         self.pool.give_back(sequence.pages)
         sequence.pages = []

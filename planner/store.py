@@ -32,7 +32,16 @@ _PACKAGES = {"cpu": ("jax", "jaxlib"), "cuda": ("jax", "jaxlib", "jax-cuda12-plu
 """Packages of a platform whose versions a program is bound to."""
 _MISSING = "not installed"
 _SHAPES_ONLY = ("cases.py", "model_shapes.py")
-_PLANNER_SOURCES = ("axes.py", "batch.py", "decoder.py", "program.py", "rope.py", "sharding.py", "weights.py")
+_PLANNER_SOURCES = (
+    "axes.py",
+    "batch.py",
+    "decoder.py",
+    "page_moves.py",
+    "program.py",
+    "rope.py",
+    "sharding.py",
+    "weights.py",
+)
 
 
 class StoreError(ValueError):

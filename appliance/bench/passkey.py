@@ -19,7 +19,8 @@ from planner.pages import PagePool
 from planner.plan import Plan
 from planner.prefixes import PrefixSettings
 from planner.program import empty_state
-from planner.schedule import Scheduler, SchedulerSettings
+from planner.schedule import Scheduler
+from planner.schedule_values import SchedulerSettings
 
 NEW_TOKENS = 8
 """Ids of an answer: five digits and what may stand before them."""

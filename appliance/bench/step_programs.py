@@ -35,6 +35,9 @@ SAMPLED_ID = 1
 
 _Tree = Any
 
+_PHASES = (Phase.DECODE, Phase.PREFILL, Phase.SET_SLOT)
+"""What a step of an engine without tiers launches."""
+
 
 @dataclass(frozen=True, slots=True)
 class NullDevice:
@@ -69,7 +72,7 @@ def null_device(plan: Plan, progress: Callable[[int, int], None]) -> NullDevice:
     weights, state = jax.tree.map(lambda leaf: _shortened(leaf, place), whole)
     loaded: dict[Bucket, jax.stages.Compiled] = {}
     aliased = True
-    buckets = [bucket for bucket in plan.buckets() if bucket.phase is not Phase.EMPTY]
+    buckets = [bucket for bucket in plan.buckets() if bucket.phase in _PHASES]
     for done, bucket in enumerate(buckets, 1):
         host = jax.tree.map(lambda leaf: _on(leaf, place), host_shapes(bucket, plan.architecture.vocab))
         loaded[bucket], kept = _compiled(bucket, weights, state, host, place)

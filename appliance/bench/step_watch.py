@@ -30,7 +30,8 @@ from appliance.engine_ports import (
 )
 from planner.batch import Floats, Ints
 from planner.buckets import Bucket
-from planner.schedule import Batch, Scheduler
+from planner.schedule import Scheduler
+from planner.schedule_values import Batch
 from planner.sequence import Sequence
 
 Phase = Literal["receive", "schedule", "pack", "dispatch", "read", "commit", "publish", "count"]

@@ -1,4 +1,4 @@
-"""Page-locked memory: the segments of a node, registered once with the CUDA runtime so that a GPU reads them itself.
+"""Page-locked memory: what a GPU reads itself, such as a node's segments, registered once with the CUDA runtime.
 
 Owns the call and its errors. The runtime is loaded by name and only where there is a GPU; it works on the context that
 jax has made on the device, which is the process's primary one. Never imports jax.
@@ -38,7 +38,7 @@ def page_lock(memory: memoryview, library: str | Path | None = None) -> None:
     code: int = runtime.cudaHostRegister(place, memory.nbytes, _PORTABLE)
     if code:
         cause: bytes = runtime.cudaGetErrorString(code) or b"unknown"
-        raise PinError(f"{memory.nbytes} bytes of segments cannot be page-locked: {cause.decode()} ({code})")
+        raise PinError(f"{memory.nbytes} bytes of memory cannot be page-locked: {cause.decode()} ({code})")
 
 
 def _find() -> str:

@@ -316,3 +316,12 @@ def test_xla_takes_what_the_memory_plan_counts_on(
     assert environment["XLA_CLIENT_MEM_FRACTION"] == share
     assert environment["XLA_PYTHON_CLIENT_PREALLOCATE"] == "true"
     assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in environment
+
+
+@pytest.mark.parametrize(("mib", "problems"), [(0, 0), (1023, 0), (1024, 1), (4096, 1)])
+def test_a_tier_is_smaller_than_the_memory_of_the_host(mib: int, problems: int) -> None:
+    config = made(cache={"host_tier_mb": mib})
+    free, gib = lambda _: 1 << 40, lambda: 1 << 30
+    found = host_problems(config, keys_present=False, free_bytes=free, memory_bytes=gib)
+    told = f"cache.host_tier_mb {mib} is not below the 1024 MiB of memory that this host has"
+    assert [problem[: len(told)] for problem in found] == [told] * problems

@@ -9,7 +9,8 @@ from appliance.engine import IDLE_S, Engine, EngineFailedError
 from appliance.engine_ports import Arrival, ProgramSet
 from planner.buckets import Bucket, Phase
 from planner.pages import PagePool
-from planner.schedule import Scheduler, SchedulerSettings
+from planner.schedule import Scheduler
+from planner.schedule_values import SchedulerSettings
 from planner.sequence import FinishReason
 from tests.support.arithmetic_model import VOCAB, ArithmeticModel
 from tests.support.engine_rig import LATTICE, EngineRig, ListGateway, prompt

@@ -21,7 +21,8 @@ from planner.formats import KvFormat, WeightForm
 from planner.pages import PagePool
 from planner.plan import make_plan
 from planner.program import empty_state
-from planner.schedule import Scheduler, SchedulerSettings
+from planner.schedule import Scheduler
+from planner.schedule_values import SchedulerSettings
 from planner.weights import weight_specs
 from tests.support.engine_rig import EngineRig, prompt
 

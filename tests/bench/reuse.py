@@ -1,7 +1,8 @@
 """reuse: how often near-duplicates find a prefix, what that saves, what it costs, and that answers stay the same.
 
 Owns the part about exact prefixes: ``hit_rate`` through the scheduler alone, the rest through the engine as it is
-served. Each is a function from what all of them share to results and notes. The other part is ``reuse_fingerprint``.
+served. Each is a function from what all of them share to results and notes. The others are ``reuse_tiers`` and
+``reuse_fingerprint``.
 """
 
 import gc
@@ -34,15 +35,16 @@ from planner.pages import PagePool
 from planner.schedule import Scheduler
 from planner.sequence import Sampling
 from planner.sequence import Sequence as Stream
-from tests.bench import reuse_fingerprint
+from tests.bench import reuse_fingerprint, reuse_tiers
 from tests.bench.inline_engine import InlineEngine
 from tests.bench.near_duplicates import documents, edited
 from tests.bench.reuse_engine import Asked, BurstEngine, watched_prefixes
+from tests.bench.reuse_tiers import TIER_MB
 
-PARTS = ("prefixes", "fingerprints")
+PARTS = ("prefixes", "tiers", "fingerprints")
 
 OPTIONS: Sequence[click.Parameter] = [
-    click.Option(["--part", "parts"], multiple=True, type=click.Choice(PARTS), help="Default: both."),
+    click.Option(["--part", "parts"], multiple=True, type=click.Choice(PARTS), help="Default: all."),
     click.Option(["--requests"], type=click.IntRange(8, 2000), default=500, show_default=True, help="Mixed requests."),
     click.Option(["--bursts"], type=click.IntRange(1, 50), default=9, show_default=True, help="Bursts of four."),
     click.Option(["--pairs"], type=click.IntRange(50), default=2000, show_default=True, help="Similar pairs a bound."),
@@ -58,6 +60,8 @@ BURST, APART_S = 4, 0.012
 NEW_TOKENS = 16
 AT_ONCE = 40
 """Mixed requests that come together."""
+EQUAL_POSITIONS = 16_384
+"""Positions of the pool for mixed requests, so few that prefixes go to host memory and come back."""
 TIE = 1e-3
 """Two ids less far apart in log-probability may change places, and what follows may differ."""
 
@@ -98,12 +102,17 @@ def run(context: BenchContext, *, parts: Sequence[str], requests: int, bursts: i
     results: list[Result] = []
     notes: list[str] = []
     versions: dict[str, str] = {}
-    if not parts or "prefixes" in parts:
+    if not parts or {"prefixes", "tiers"}.intersection(parts):
         build_store(context.config, {})
         folder = ModelLibrary(context.config.home).ensure(context.config.model.reference)
         bench = _Bench(context, folder, Codec.load(folder))
         notes.append(f"licence texts of the SPDX list, cut at {WORDS} words, with up to {MOST_EDITS} edits anywhere")
-        for found, said in (hits(bench), warm(bench, bursts), equal(bench, requests)):
+        measured: list[Part] = []
+        if not parts or "prefixes" in parts:
+            measured += [hits(bench), warm(bench, bursts), equal(bench, requests)]
+        if not parts or "tiers" in parts:
+            measured.append(reuse_tiers.measure(bench.engine, bench.ids, _texts, WORDS, bursts, context.progress))
+        for found, said in measured:
             results += found
             notes += said
     if not parts or "fingerprints" in parts:
@@ -217,19 +226,23 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def equal(bench: _Bench, requests: int) -> Part:
-    """Greedy answers with reuse and without, over chats that go on, equal beginnings, near-duplicates and repeats."""
+    """Greedy answers with reuse and a host tier, and without, over chats that go on, near-duplicates and repeats."""
     prompts = _mixed(bench, requests)
     ids: dict[bool, list[list[int]]] = {}
     top: list[list[dict[int, float]]] = []
     cached: list[int] = []
+    loaded = 0
     for reuse in (True, False):
-        engine, ids[reuse], top = bench.engine(prefix_reuse=reuse), [], []
+        engine, ids[reuse], top = bench.engine(prefix_reuse=reuse, host_tier_mb=TIER_MB * reuse), [], []
+        engine.shrink(EQUAL_POSITIONS)
         for start in range(0, requests, AT_ONCE):
             bench.context.progress(f"mixed requests with reuse {'on' if reuse else 'off'}", start, requests)
             asked = engine.ask(prompts[start : start + AT_ONCE], NEW_TOKENS, 0.002)
             ids[reuse] += asked.ids
             top += asked.top
             cached += asked.cached
+        loaded = max(loaded, engine.loaded)
+        engine.close()
         del engine
         gc.collect()
     same, tied, gaps = 0, 0, list[float]()
@@ -245,7 +258,8 @@ def equal(bench: _Bench, requests: int) -> Part:
     share, hit = (same + tied) / len(prompts), sum(count > 0 for count in cached)
     note = (
         f"outputs_equal: {same} of {len(prompts)} answers of {NEW_TOKENS} ids are the same, {tied} part at a tie below "
-        f"{TIE:g}; {hit} reused something; gaps: {', '.join(f'{gap:.4f}' for gap in sorted(gaps)) or '-'}"
+        f"{TIE:g}; {hit} reused something, {loaded} pages from host memory; "
+        f"gaps: {', '.join(f'{gap:.4f}' for gap in sorted(gaps)) or '-'}"
     )
     return [Result("outputs_equal", share, "share", len(prompts), (share, share), 1.0, "==")], [note]
 

@@ -12,6 +12,7 @@ from appliance.bench.inline_engine import KeepingGateway
 from appliance.bench.runner import BenchError
 from appliance.engine import Engine
 from appliance.engine_ports import Arrival, Cancellation, Emission
+from planner.pages import PagePool
 from planner.prefixes import Prefixes
 from planner.sequence import Sampling
 from planner.sequence import Sequence as Stream
@@ -67,6 +68,21 @@ class BurstEngine:
         self._engine = build(self._gateway)
         self._made = 0
         self.steps_s = 0.0
+
+    @property
+    def loaded(self) -> int:
+        """Pages that came from the host tier so far."""
+        return self._engine.scheduler.reuse.tier.hits
+
+    def shrink(self, positions: int) -> PagePool:
+        """Leave so many positions of the pool, and take the rest out of use for good."""
+        pool = self._engine.scheduler.pool
+        pool.take(pool.num_pages - pool.pages_for(positions))
+        return pool
+
+    def close(self) -> None:
+        """Let go of what is held beside the pool."""
+        self._engine.run(lambda: True)
 
     def ask(self, prompts: Sequence[Sequence[int]], new_tokens: int, apart_s: float = 0.0) -> Asked:
         """Greedy ids for each prompt, which come so many seconds one after the other.

@@ -75,6 +75,8 @@ def test_every_bucket_once_and_those_that_are_no_steps():
         Bucket(Phase.PREFILL, 48, 64, 32),
         Bucket(Phase.SET_SLOT, 2, 1, 1),
         Bucket(Phase.EMPTY, 2, 1, 1),
+        Bucket(Phase.READ_PAGES, 8, 1, 1),
+        Bucket(Phase.WRITE_PAGES, 8, 1, 1),
     )
 
 

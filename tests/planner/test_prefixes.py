@@ -6,7 +6,8 @@ from planner.buckets import Lattice
 from planner.idle import IdlePages
 from planner.pages import PageError, PagePool
 from planner.prefixes import PrefixSettings, identity_of
-from planner.schedule import Batch, Scheduler, SchedulerSettings
+from planner.schedule import Scheduler
+from planner.schedule_values import Batch, SchedulerSettings
 from planner.sequence import FinishReason, Sampling, Sequence, Status
 
 PAGE = 16

@@ -4,7 +4,8 @@ import pytest
 
 from planner.buckets import Lattice
 from planner.pages import PagePool
-from planner.schedule import Batch, Scheduler, SchedulerSettings
+from planner.schedule import Scheduler
+from planner.schedule_values import Batch, SchedulerSettings
 from planner.sequence import FinishReason, Sampling, Sequence, Status
 
 LATTICE = Lattice(decode_slots=(2, 4, 8), prefill_chunks=(16, 64), prefill_slots=3, widths=(4, 64))

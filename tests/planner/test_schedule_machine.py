@@ -1,16 +1,21 @@
 """Scheduler against a naive model: what every page holds, position by position, and what each sequence must become."""
 
 import struct
+from collections import deque
 from hashlib import sha256
+from itertools import takewhile
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from planner.buckets import Lattice, Phase, round_up
+from planner.host_tier import Fetch, HostTier, Save, Store
 from planner.pages import PagePool
 from planner.prefixes import PrefixSettings
-from planner.schedule import Batch, Scheduler, SchedulerSettings
+from planner.schedule import Scheduler
+from planner.schedule_values import Batch, SchedulerSettings
+from planner.searching import Search
 from planner.sequence import FinishReason, Sampling, Sequence, Status
 
 LATTICE = Lattice(decode_slots=(1, 2, 3), prefill_chunks=(4, 12), prefill_slots=2, widths=(2, 5))
@@ -32,9 +37,15 @@ class ScheduleMachine(RuleBasedStateMachine):
     belong to slots where there is a lead.
     """
 
+    search_s = 0.0
+
     @staticmethod
     def pool() -> PagePool:
         return PagePool(NUM_PAGES, PAGE_SIZE)
+
+    @staticmethod
+    def tier() -> HostTier | None:
+        return None
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,15 +62,15 @@ class ScheduleMachine(RuleBasedStateMachine):
     def begin(self, lead: int, warm_up: bool, all_tenants: bool) -> None:
         self.lead, self.all_tenants = lead, all_tenants
         bounds = SchedulerSettings(
-            BUDGET, max_waiting=6, max_waiting_tokens=60, max_overtakes=2, chunk_align=ALIGN,
+            BUDGET, max_waiting=6, max_waiting_tokens=60, max_overtakes=2, chunk_align=ALIGN, search_s=self.search_s,
             prefixes=PrefixSettings(lead=lead, warm_up=warm_up, all_tenants=all_tenants),
         )  # fmt: skip
-        self.scheduler = Scheduler(LATTICE, self.pool(), bounds)
+        self.scheduler = Scheduler(LATTICE, self.pool(), bounds, self.tier())
 
     @rule(
         length=st.integers(1, 21),
         parts_at=st.integers(0, 21),
-        goes_on=st.booleans(),
+        goes_on=st.sampled_from([0, 1, 1, 2, 5]),
         precious=st.booleans(),
         max_tokens=st.integers(1, 25),
         n=st.sampled_from([1, 1, 2, 3]),
@@ -71,7 +82,7 @@ class ScheduleMachine(RuleBasedStateMachine):
         self,
         length: int,
         parts_at: int,
-        goes_on: bool,
+        goes_on: int,
         precious: bool,
         max_tokens: int,
         n: int,
@@ -79,8 +90,8 @@ class ScheduleMachine(RuleBasedStateMachine):
         patience: int | None,
         expected: float | None,
     ) -> None:
-        """``goes_on``: the prompt begins with all ids of the newest sequence, as the next turn of a chat does."""
-        before_it = list(self.all[-1].ids) if goes_on and self.all else [99] * 21
+        """``goes_on``: the prompt begins with ids of a late sequence, 1 the newest, as the next turn of a chat does."""
+        before_it = list(self.all[-min(goes_on, len(self.all))].ids) if goes_on and self.all else [99] * 21
         prompt = (before_it[:parts_at] + [100 + self.key % 3] * 21)[:length]
         request = f"r{self.key}"
         deadline_s = None if patience is None else self.now_s + patience
@@ -124,6 +135,7 @@ class ScheduleMachine(RuleBasedStateMachine):
         running = sorted((s for s in self.all if s.status is Status.RUNNING), key=lambda s: s.order)
         batch = self.scheduler.next_batch(self.now_s)
         self._check_batch(batch)
+        self._move(batch)
         if running and running[0].status is not Status.FINISHED:
             assert running[0].status is Status.RUNNING, "the oldest keeps its place"
         for sequence in batch.decode:
@@ -142,6 +154,11 @@ class ScheduleMachine(RuleBasedStateMachine):
         for index, (sequence, length) in enumerate(zip(unread, lengths, strict=True)):
             assert len(sequence.ids) == length + (index in accepted)
         self.now_s += 1.0
+
+    def _move(self, batch: Batch) -> None:
+        assert not batch.saves
+        assert not batch.loads
+        assert not batch.fetches
 
     def _check_batch(self, batch: Batch) -> None:
         assert len({s.key for s in batch.decode} | {c.sequence.key for c in batch.prefill}) == (
@@ -252,3 +269,81 @@ class SpreadScheduleMachine(ScheduleMachine):
 
 SpreadScheduleMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40)
 TestSpreadScheduleMachine = SpreadScheduleMachine.TestCase
+
+
+class TieredScheduleMachine(ScheduleMachine):
+    """The same with a host tier and one below it, whose copies end late, fail, and give back other bytes than given.
+
+    ``memory`` is the model of the host tier: place to name and to what the page held when it was read; ``below`` has
+    what was there before. ``copies`` and ``searches`` are under way.
+    """
+
+    search_s = 3.5
+
+    @staticmethod
+    def tier() -> HostTier | None:
+        return HostTier(4, at_once=2)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory: dict[int, tuple[bytes, object]] = {}
+        self.below: dict[bytes, object] = {}
+        self.copies: deque[tuple[Save | Store | Fetch, object]] = deque()
+        self.searches: deque[Search] = deque()
+        self.fails, self.pace = 0, 99
+
+    @rule(pace=st.sampled_from([0, 1, 2, 99, 99]), fails=st.sampled_from([0, 0, 0, 1]))
+    def change(self, pace: int, fails: int) -> None:
+        """From now on so many copies end a step; ``fails``: one of three does not do what it should."""
+        self.pace, self.fails = pace, fails
+
+    def _step(self) -> None:
+        saved: list[bool] = []
+        contents: list[object | None] = []
+        for number in range(min(self.pace, len(self.copies))):
+            copy, content = self.copies.popleft()
+            well = not (self.fails and number % 3 == 0)
+            if isinstance(copy, Fetch):
+                contents.append(self.memory[copy.place][1] if well else None)
+                continue
+            if copy.place in self.memory:
+                name, old = self.memory.pop(copy.place)
+                self.below[name] = old
+            if well:
+                self.memory[copy.place] = copy.name, content
+            saved.append(well)
+        self.scheduler.moved(saved, contents)
+        for _ in range(min(self.pace, len(self.searches))):
+            search = self.searches.popleft()
+            found = list(takewhile(lambda content: content is not None, map(self.below.get, search.names)))
+            self.scheduler.found(search.number, found)
+        super()._step()
+
+    def _move(self, batch: Batch) -> None:
+        held = [page for sequence in self.all for page in sequence.pages]
+        assert len(batch.saves) <= 2
+        assert len(batch.loads) <= 2
+        assert len({page for page, _ in batch.loads}) == len(batch.loads)
+        self.copies.extend((store, store.content) for store in batch.stores)
+        for save in batch.saves:
+            self.copies.append((save, [self.cells.get((save.page, place)) for place in range(PAGE_SIZE)]))
+        for page, content in batch.loads:
+            assert held.count(page) == 1, "nobody else reads it yet"
+            for place, cell in enumerate(content):
+                self.cells[page, place] = cell
+        self.copies.extend((fetch, None) for fetch in batch.fetches)
+        under_way = [copy for copy, _ in self.copies if not isinstance(copy, Store)]
+        assert len(under_way) <= 4, "what is under way is bounded"
+        self.searches.extend(batch.searches)
+
+    def teardown(self) -> None:
+        self.pace, self.fails = 99, 0
+        super().teardown()
+        while self.copies:
+            self._step()
+        self.scheduler.check()
+        assert not self.scheduler.waits_for_tiers
+
+
+TieredScheduleMachine.TestCase.settings = settings(max_examples=300, stateful_step_count=40)
+TestTieredScheduleMachine = TieredScheduleMachine.TestCase

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from planner.buckets import Lattice
 from planner.pages import PagePool
-from planner.schedule import Scheduler, SchedulerSettings
+from planner.schedule import Scheduler
+from planner.schedule_values import SchedulerSettings
 from planner.sequence import FinishReason, Sampling, Sequence, Status
 
 STOP = 0

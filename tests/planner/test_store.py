@@ -78,8 +78,10 @@ for bucket, program in programs.items():
     if bucket.phase == "empty":
         continue
     arguments = idle_arguments(plan, bucket)
-    if bucket.phase == "set_slot":
+    if bucket.phase in ("set_slot", "write_pages"):
         state = program(state, *arguments)
+    elif bucket.phase == "read_pages":
+        state, _ = program(state, *arguments)
     else:
         state, out = program(weights, state, *arguments)
         ids.append(np.asarray(out.ids).tolist())
@@ -109,7 +111,7 @@ def test_another_process_runs_the_programs_and_compiles_nothing(built_store, tmp
     assert answer["compiled"] == []
     state, here = empty_state(built_store.programs), []
     for bucket, program in built_store.programs.items():
-        if bucket.phase not in (Phase.SET_SLOT, Phase.EMPTY):
+        if bucket.phase in (Phase.DECODE, Phase.PREFILL):
             state, out = program(weights, state, *idle_arguments(plan, bucket))
             here.append(np.asarray(out.ids).tolist())
     assert answer["ids"] == here
@@ -429,9 +431,9 @@ class TestBuilding:
 
     def test_a_current_store_is_left_alone(self, built_store, copy):
         report = self.build(built_store, copy)
-        assert (report.programs, report.compiled, self.compiled) == (4, 0, [])
+        assert (report.programs, report.compiled, self.compiled) == (6, 0, [])
         forced = self.build(built_store, copy, force=True)
-        assert (forced.programs, forced.compiled, len(self.compiled)) == (4, 4, 4)
+        assert (forced.programs, forced.compiled, len(self.compiled)) == (6, 6, 6)
         assert replace(forced, compiled=0) == report, "both tell the same of the same store"
         assert report.total_bytes == sum(path.stat().st_size for path in copy.iterdir())
         assert report.memory.workspace_bytes > 0
@@ -449,7 +451,7 @@ class TestBuilding:
                 (copy / SIGNATURE).unlink()
             case "other plan":
                 edit_manifest(copy, built_store.key, lambda document: document.update(plan_sha256=""))
-        assert self.build(built_store, copy).compiled == 4
+        assert self.build(built_store, copy).compiled == 6
         opened(built_store, copy).verify()
 
     def test_a_build_that_was_cut_off_goes_on(self, built_store, tmp_path):
@@ -463,8 +465,8 @@ class TestBuilding:
         with pytest.raises(KeyboardInterrupt):
             build(built_store.plan, tmp_path / "new", built_store.key, stop)
         report = build(built_store.plan, tmp_path / "new", built_store.key, lambda *told_: told.append(told_[:2]))
-        assert (report.programs, report.compiled) == (4, 2)
-        assert told == [(1, 4), (2, 4), (3, 4), (4, 4)]
+        assert (report.programs, report.compiled) == (6, 4)
+        assert told == [(done, 6) for done in range(1, 7)]
         assert self.compiled == list(built_store.plan.buckets())
 
     def test_programs_that_hold_the_pool_twice_are_no_store(self, built_store, tmp_path, monkeypatch):

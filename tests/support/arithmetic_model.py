@@ -15,6 +15,7 @@ from planner.buckets import Bucket, Lattice, Phase
 from planner.sequence import Sampling
 
 VOCAB = 97
+MOVED_PAGES = 2
 _SUPPRESSED = slice(Int.SUPPRESSED, Int.SUPPRESSED + NUM_SUPPRESSED)
 
 
@@ -77,6 +78,21 @@ class Output:
     top_logprobs: np.ndarray
 
 
+class PageOut:
+    """A copy of a page as programs give it, on its way to the host."""
+
+    def __init__(self, content: np.ndarray) -> None:
+        self._content = content
+        self._begun = False
+
+    def copy_to_host_async(self) -> None:
+        self._begun = True
+
+    def __array__(self, dtype: object = None, copy: object = None) -> np.ndarray:
+        assert self._begun, "it is not waited for before it is asked for"
+        return self._content
+
+
 @dataclass
 class State:
     """What lives on the device; ``alive`` turns false when a program takes it."""
@@ -129,7 +145,23 @@ class ArithmeticModel:
             decode={b: self._decode(b) for b in buckets if b.phase is Phase.DECODE},
             prefill={b: self._prefill(b) for b in buckets if b.phase is Phase.PREFILL},
             set_slot=self._set_slot,
+            read_pages=self._read_pages,
+            write_pages=self._write_pages,
+            moved_pages=MOVED_PAGES,
         )
+
+    def _read_pages(self, state: State, ids: np.ndarray) -> tuple[State, list["PageOut"]]:
+        assert (ids.shape, ids.dtype) == ((MOVED_PAGES,), np.int32)
+        state = state.take()
+        return state, [PageOut(np.stack([state.page_ids[page], state.page_positions[page]])) for page in ids]
+
+    def _write_pages(self, state: State, ids: np.ndarray, *contents: np.ndarray) -> State:
+        assert (ids.shape, ids.dtype) == ((MOVED_PAGES,), np.int32)
+        assert len(contents) == MOVED_PAGES
+        state = state.take()
+        for page, content in zip(ids, contents, strict=True):
+            state.page_ids[page], state.page_positions[page] = content
+        return state
 
     def _set_slot(self, state: State, slot: np.ndarray, counts: np.ndarray, bias: np.ndarray) -> State:
         assert slot.dtype == counts.dtype == np.int32

@@ -4,13 +4,15 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 
 from appliance.engine import Engine
-from appliance.engine_ports import Arrival, Cancellation, Emission, EngineReport, Finished, Forecast
+from appliance.engine_ports import Arrival, Cancellation, Emission, EngineReport, Finished, Forecast, PageMover
 from planner.buckets import Bucket, Lattice
+from planner.host_tier import HostTier
 from planner.pages import PagePool
 from planner.prefixes import PrefixSettings
-from planner.schedule import Scheduler, SchedulerSettings
+from planner.schedule import Scheduler
+from planner.schedule_values import SchedulerSettings
 from planner.sequence import Sampling, Sequence
-from tests.support.arithmetic_model import VOCAB, ArithmeticModel, continuation
+from tests.support.arithmetic_model import MOVED_PAGES, VOCAB, ArithmeticModel, continuation
 
 LATTICE = Lattice(decode_slots=(2, 4), prefill_chunks=(16, 32), prefill_slots=4, widths=(2, 4, 8))
 
@@ -105,13 +107,16 @@ class EngineRig:
         prefill_budget: int = 32,
         forecast: Forecast | None = None,
         prefixes: PrefixSettings = PrefixSettings(),  # noqa: B008 - a frozen value
+        mover: PageMover | None = None,
+        host_pages: int = 0,
         **bounds: int,
     ) -> None:
         self.clock = Clock()
         self.gateway = ListGateway()
         self.tally = Tally()
         settings = SchedulerSettings(prefill_budget=prefill_budget, chunk_align=align, prefixes=prefixes, **bounds)
-        self.scheduler = Scheduler(lattice, PagePool(num_pages, page_size), settings)
+        tier = HostTier(host_pages, MOVED_PAGES)
+        self.scheduler = Scheduler(lattice, PagePool(num_pages, page_size), settings, tier)
         self.model = ArithmeticModel(lattice, num_pages, page_size, align, on_write=self._on_write)
         self.engine = Engine(
             "weights",
@@ -122,6 +127,7 @@ class EngineRig:
             vocab=VOCAB,
             metrics=self.tally,
             forecast=forecast,
+            mover=mover,
             clock=self.clock,
         )
         self.requests: dict[int, Sequence] = {}

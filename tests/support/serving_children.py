@@ -60,7 +60,8 @@ def build_with(delay_s: float, fail: str = ""):
     def build(assignment, gateway, observer, announce):
         from planner.buckets import Lattice
         from planner.pages import PagePool
-        from planner.schedule import Scheduler, SchedulerSettings
+        from planner.schedule import Scheduler
+        from planner.schedule_values import SchedulerSettings
 
         announce("adding up")
         if fail:

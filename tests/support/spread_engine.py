@@ -7,18 +7,20 @@ import numpy as np
 
 from appliance.engine import Engine
 from appliance.engine_ports import Arrival
-from appliance.wiring import program_set
+from appliance.wiring import page_mover, program_set
 from pallas_kernels.kv_layout import BASE_BITS
 from planner.architecture import ModelArchitecture
 from planner.build import compile_all
 from planner.decoder import QUERY_ENERGY
 from planner.formats import KvFormat, WeightForm
+from planner.host_tier import HostTier, TierCounts
 from planner.kv import energy_shape, lead_of
 from planner.pages import PagePool
 from planner.plan import Plan, make_plan
 from planner.prefixes import PrefixSettings
 from planner.program import empty_state, serving_devices
-from planner.schedule import Scheduler, SchedulerSettings
+from planner.schedule import Scheduler
+from planner.schedule_values import SchedulerSettings
 from planner.sequence import Sampling
 from planner.sequence import Sequence as Stream
 from planner.sharding import Placement, place_energy, place_weight
@@ -33,11 +35,15 @@ MODEL = ModelArchitecture(
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Ids of each prompt, the log-probabilities of the likeliest ids at each position, and how many ids were reused."""
+    """Ids of each prompt, the log-probabilities of the likeliest ids at each position, and how many ids were reused.
+
+    ``tier`` is what the host tier did.
+    """
 
     ids: list[list[int]]
     top: list[list[dict[int, float]]]
     cached: list[int]
+    tier: TierCounts
 
 
 def plan_of(architecture: ModelArchitecture = MODEL, **changes: object) -> Plan:
@@ -65,6 +71,16 @@ def rounded_to_int8(weights: Mapping[str, np.ndarray], architecture: ModelArchit
     return found
 
 
+class MovedBytes:
+    """Sums up what a host tier copied."""
+
+    def __init__(self) -> None:
+        self.bytes = {"in": 0, "out": 0}
+
+    def tier_moved(self, direction: str, num_bytes: int) -> None:
+        self.bytes[direction] += num_bytes
+
+
 class RandomModel:
     """A plan's programs, compiled, and random weights on its devices."""
 
@@ -81,17 +97,26 @@ class RandomModel:
             energy = np.random.default_rng(seed).uniform(0.5, 2.0, energy_shape(arch)).astype(np.float32)
             self.weights[QUERY_ENERGY] = place_energy(plan, energy, placement)
         self.programs = compile_all(plan, lambda *_: None, 2)
+        self.moved = MovedBytes()
 
     def answers(
-        self, prompts: Sequence[Sequence[int]], new_tokens: int, *, reuse: bool = True, every: int = 0
+        self,
+        prompts: Sequence[Sequence[int]],
+        new_tokens: int,
+        *,
+        reuse: bool = True,
+        every: int = 0,
+        host_pages: int = 0,
     ) -> Answer:
         """Step an engine until it has answered every prompt; they come all at once, or one ``every`` so many steps."""
         plan, vocab = self.plan, self.plan.architecture.vocab
         pool = PagePool(plan.num_pages, plan.page_size, plan.context_devices, plan.shard_pages)
         prefixes = PrefixSettings(reuse=reuse, lead=lead_of(plan.kv_format))
-        scheduler = Scheduler(plan.lattice, pool, SchedulerSettings(plan.prefill_budget, prefixes=prefixes))
+        tier = HostTier(host_pages, plan.moved_pages) if host_pages else None
+        scheduler = Scheduler(plan.lattice, pool, SchedulerSettings(plan.prefill_budget, prefixes=prefixes), tier)
         gateway, state = ListGateway(), empty_state(self.programs)
-        engine = Engine(self.weights, state, program_set(self.programs), scheduler, gateway, vocab=vocab)
+        mover = page_mover(plan, host_pages, self.moved) if host_pages else None
+        engine = Engine(self.weights, state, program_set(self.programs), scheduler, gateway, vocab=vocab, mover=mover)
         sampling = Sampling(max_tokens=new_tokens, temperature=0.0, top_logprobs=20)
         for key, prompt in enumerate(prompts):
             stream = Stream(key, f"r{key}", "t", list(prompt), len(prompt), sampling, arrival_s=0.0)
@@ -103,11 +128,12 @@ class RandomModel:
             engine.step()
             scheduler.check()
         assert pool.num_free == pool.num_pages
+        engine.run(lambda: True)
         keys = range(len(prompts))
         # the first pair of a record is the id that was sampled
         top = [[dict(record[1:]) for record in gateway.logprobs[key]] for key in keys]
         cached = [gateway.finishes[key].cached_tokens for key in keys]
-        return Answer([gateway.ids[key] for key in keys], top, cached)
+        return Answer([gateway.ids[key] for key in keys], top, cached, scheduler.reuse.tier)
 
 
 def answers(plan: Plan, prompts: Sequence[Sequence[int]], new_tokens: int, seed: int = 7) -> Answer:

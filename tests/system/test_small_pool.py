@@ -1,4 +1,7 @@
-"""The float32 form through XLA alone, with a page pool that holds one full sequence: preemption changes no answer."""
+"""The float32 form through XLA alone, with a page pool that holds one full sequence and host memory behind it.
+
+Neither preemption nor the way of pages to host memory and back changes an answer.
+"""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +34,7 @@ def small(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runn
     """An appliance with models of the shared home and programs of its own."""
     own = tmp_path_factory.mktemp("small")
     (own / "models").symlink_to(home / "models")
-    config = write_config(own, own, {"engine": SMALL})
+    config = write_config(own, own, {"engine": SMALL, "cache": {"host_tier_mb": 64.0}})
     built = zccp("build", "--config", str(config))
     assert built.returncode == 0, built.stderr
     with RunningAppliance(config) as appliance:
@@ -54,6 +57,24 @@ def test_preempted_answers_equal_undisturbed_ones(small: RunningAppliance) -> No
     after = small.settled()
     assert after["zccp_preemptions_total"] > before["zccp_preemptions_total"]
     assert together == alone
+    assert after["zccp_compilations_total"] == 0
+
+
+def test_a_prompt_that_was_pushed_out_comes_back_from_host_memory(small: RunningAppliance) -> None:
+    def answer(first_id: int) -> tuple[str, int]:
+        body = {"model": MODEL, "prompt": [first_id, *range(600, 730)], "temperature": 0, "max_tokens": 8}
+        reply = small.client.post("/v1/completions", json=body).json()
+        return reply["choices"][0]["text"], reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    first, _ = answer(510)
+    before = small.settled()
+    for first_id in range(511, 515):
+        assert answer(first_id)[1] == 0
+    assert answer(510) == (first, 128)
+    after = small.settled()
+    hits = 'zccp_tier_pages_total{event="hit",tier="host"}'
+    assert after[hits] - before[hits] == 2
+    assert after["zccp_prompt_tokens_reused_total"] - before["zccp_prompt_tokens_reused_total"] == 128
     assert after["zccp_compilations_total"] == 0
 
 

@@ -47,7 +47,7 @@ def test_the_whole_region_is_registered_once_for_all_devices(runtime: Path, tmp_
 def test_a_refusal_is_told_in_words(runtime: Path, tmp_path: Path) -> None:
     with (
         SegmentFile.create("large", 4, STRIDE, tmp_path) as segments,
-        pytest.raises(PinError, match=r"2113536 bytes of segments cannot be page-locked: out of memory \(2\)"),
+        pytest.raises(PinError, match=r"2113536 bytes of memory cannot be page-locked: out of memory \(2\)"),
     ):
         page_lock(segments.memory, runtime)
 
