@@ -127,7 +127,7 @@ def test_a_reserved_port_is_kept_from_others_and_free_afterwards() -> None:
 def test_a_port_is_free_again_at_once_after_connections_that_this_side_ended() -> None:
     with reserve_port("127.0.0.1", 0) as reservation, listen_at_port(reservation) as listener:
         port = reservation.getsockname()[1]
-        listener.setblocking(True)
+        listener.settimeout(10)
         for _ in range(3):
             with socket.create_connection(("127.0.0.1", port)) as client:
                 listener.accept()[0].close()
