@@ -19,6 +19,7 @@ import pytest
 from tests.rollout import materials
 from tests.rollout.fleet import Fleet, Host, missing, run
 from tests.rollout.materials import ROOT
+from tests.support.front import wait_for
 
 NODES = ("gpu1", "gpu2", "gpu3", "gpu4")
 INDEX = NODES[:3]
@@ -315,22 +316,27 @@ def test_an_appliance_that_is_gone_is_passed_over(installed: Operator, folder: P
     assert installed.play("status.yml").stdout.count("status=ready") == len(NODES)
 
 
+def index_calls(operator: Operator, key: str) -> Counter[str]:
+    """How often the appliances have asked their index since they were started, by labels."""
+    ask = f"curl --silent --header 'authorization: Bearer {key}' http://127.0.0.1:8000/metrics"
+    calls = Counter[str]()
+    for name in NODES:
+        rows = re.findall(r"^zccp_index_calls_total\{(.*)\} (\S+)$", operator.fleet.on(name, ask), re.MULTILINE)
+        calls.update({labels: int(float(value)) for labels, value in rows})
+    return calls
+
+
 def test_appliances_share_one_index_in_a_cluster(installed: Operator, folder: Path) -> None:
     on = installed.fleet.on
     for name in INDEX:
         said = on(name, f"{REDIS_CLI} -h {installed.fleet.host(name).address} cluster info")
         assert {"cluster_state:ok", "cluster_slots_assigned:16384", "cluster_known_nodes:3"} <= set(said.split())
-    text = " ".join(f"Paragraph {number} of a document that two of them get." for number in range(90))
-    for number in range(16):
+    text = " ".join(f"Paragraph {number} of a document that two of them get." for number in range(40))
+    for number in range(12):
         assert complete(installed, folder, text, f"x-zccp-route: {number}") == 200
-    ask = "curl --silent --header 'authorization: Bearer {}' http://127.0.0.1:8000/metrics"
-    told = [on(name, ask.format((folder / "key").read_text())) for name in NODES]
-    calls = Counter[str]()
-    for metrics in told:
-        for labels, value in re.findall(r"^zccp_index_calls_total\{(.*)\} (\S+)$", metrics, re.MULTILINE):
-            calls[labels] += int(float(value))
-    assert calls['operation="propose",outcome="ok"'] >= 16, calls
-    assert calls['operation="publish",outcome="ok"'] >= 2, calls
+    asked, told = 'operation="propose",outcome="ok"', 'operation="publish",outcome="ok"'
+    key = (folder / "key").read_text()
+    wait_for(lambda: index_calls(installed, key)[asked] >= 12 and index_calls(installed, key)[told] >= 2)
     assert sum(int(on(name, f"{REDIS_CLI} dbsize")) for name in INDEX) >= 12
 
 
