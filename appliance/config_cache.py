@@ -15,6 +15,7 @@ REDIS_QUERY = frozenset(
 )
 """What the part of ``cache.redis_url`` after ``?`` may set; time limits and passwords have their own places."""
 
+REDIS_PORT = 6379
 _BEFORE_HOST = re.compile(r"//.*@", re.DOTALL)
 
 
@@ -105,9 +106,13 @@ class CacheConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         str, Meta(max_length=128, description="Name of this node in the index; empty = the host's name.")
     ] = ""
     redis_url: Annotated[
-        str, Meta(description="Redis of the fingerprint index, which nodes share; empty = an index in each worker.")
+        str,
+        Meta(
+            description="Redis of the fingerprint index, which nodes share; of a cluster, some of its hosts with commas"
+            " between them; empty = an index in each worker."
+        ),
     ] = ""
-    redis_cluster: Annotated[bool, Meta(description="Whether that Redis is a node of a cluster.")] = False
+    redis_cluster: Annotated[bool, Meta(description="Whether that Redis is a cluster.")] = False
     redis_timeout_ms: Annotated[
         float, Meta(ge=1, le=1000, description="Longest time of a connection to Redis and of an answer, ms.")
     ] = 10.0
@@ -130,6 +135,26 @@ def cache_problem(cache: CacheConfig) -> str | None:
 def without_secrets(url: str) -> str:
     """A Redis URL with user and password hidden."""
     return _BEFORE_HOST.sub("//***@", url)
+
+
+def redis_hosts(url: str) -> tuple[str, tuple[tuple[str, int], ...]]:
+    """A Redis URL with its first host alone, and the other hosts that it names, with their ports.
+
+    Raises:
+        ValueError: one of the others is no host[:port]; the message shows nothing of the URL.
+    """
+    scheme, separator, rest = url.partition("://")
+    end = re.search(r"[/?#]|$", rest)
+    authority, tail = (rest[: end.start()], rest[end.start() :]) if end else (rest, "")
+    user, at, hosts = authority.rpartition("@")
+    first, *others = hosts.split(",")
+    found: list[tuple[str, int]] = []
+    for other in others:
+        parts = urlsplit(f"//{other}")
+        if not parts.hostname or parts.netloc != other or parts.port == 0:
+            raise ValueError("a host after a comma is no host[:port]")
+        found.append((parts.hostname, parts.port or REDIS_PORT))
+    return f"{scheme}{separator}{user}{at}{first}{tail}", tuple(found)
 
 
 def _problems(cache: CacheConfig) -> Iterator[str]:
@@ -176,7 +201,8 @@ def _url_problems(cache: CacheConfig) -> Iterator[str]:
     if not cache.redis_url:
         return
     try:
-        parts = urlsplit(cache.redis_url)
+        first, others = redis_hosts(cache.redis_url)
+        parts = urlsplit(first)
         query = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
         port = parts.port
     except ValueError:
@@ -188,6 +214,8 @@ def _url_problems(cache: CacheConfig) -> Iterator[str]:
         yield "cache.redis_url with unix:// needs the path of a socket, and no cluster"
     elif parts.scheme != "unix" and (not parts.hostname or port == 0 or not re.fullmatch(r"(/\d*)?", parts.path)):
         yield "cache.redis_url must be redis://[user:password@]host[:port][/database]"
+    elif others and not cache.redis_cluster:
+        yield "cache.redis_url names several hosts, which only a cluster has; set cache.redis_cluster, or name one"
     elif parts.scheme == "redis" and any(name.startswith("ssl_") for name, _ in query):
         yield "cache.redis_url sets options of TLS and begins with redis://; TLS is rediss://"
     wrong = next((name for name, _ in query if name not in REDIS_QUERY), None)

@@ -23,6 +23,10 @@ class FleetConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         tuple[str, ...],
         Meta(description="Addresses of the nodes as http://host:port or https://host:port; empty = no fleet."),
     ] = ()
+    drained: Annotated[
+        tuple[str, ...],
+        Meta(description="Those of the nodes that get no requests; they keep their places among the others."),
+    ] = ()
     authority: Annotated[
         str, Meta(description="PEM file of the authority that signed the nodes' certificates; needed with https.")
     ] = ""
@@ -41,6 +45,9 @@ def _problems(fleet: FleetConfig) -> Iterator[str]:
             return
     if len(set(fleet.nodes)) < len(fleet.nodes):
         yield "fleet.nodes names a node twice; a node takes one share"
+    stranger = next((node for node in fleet.drained if node not in fleet.nodes), None)
+    if stranger is not None:
+        yield f"fleet.drained has {stranger!r}, which is not in fleet.nodes; name it there as well, or in neither"
     schemes = {urlsplit(node).scheme for node in fleet.nodes}
     if len(schemes) > 1:
         yield "fleet.nodes has http:// and https://; one nginx speaks one of them to all nodes"

@@ -88,10 +88,10 @@ def _problems(proxy: ProxyConfig, workers: int) -> "Iterator[str]":
             yield f"proxy.metrics_from has {network!r}, no address or network: {error}"
     if bool(proxy.certificate) != bool(proxy.certificate_key):
         yield "proxy.certificate and proxy.certificate_key belong together; give both or none"
+    if not (proxy.body_directory and proxy.log_directory):
+        yield "proxy.body_directory and proxy.log_directory must not be empty; nginx writes there"
     if not proxy.directory:
         return
-    if not (proxy.body_directory and proxy.log_directory):
-        yield "proxy.body_directory and proxy.log_directory must not be empty where proxy.directory is given"
     if len(bytes(proxy.socket_of(workers - 1))) > SOCKET_PATH_BYTES:
         yield (
             f"proxy.directory {proxy.directory} makes paths of sockets longer than {SOCKET_PATH_BYTES} bytes;"

@@ -362,14 +362,14 @@ def _origins(config: "ApplianceConfig") -> str | None:
 def _proxy(config: "ApplianceConfig") -> str | None:
     proxy, server = config.proxy, config.server
     problem = proxy_problem(proxy, server.workers)
-    if problem is not None or not proxy.directory:
+    if problem is not None or not (proxy.directory or config.fleet.nodes):
         return problem
     if not proxy.certificate and not is_loopback(proxy.host):
         return (
             f"proxy.host {proxy.host} is reachable from other machines and there is no certificate; set"
             " proxy.certificate and proxy.certificate_key, or listen on 127.0.0.1"
         )
-    if (proxy.host, proxy.port) == (server.host, server.port):
+    if proxy.directory and (proxy.host, proxy.port) == (server.host, server.port):
         return f"proxy.port and server.port are both {server.port} on {server.host}; nginx needs one of its own"
     return None
 

@@ -50,9 +50,12 @@ FLEET_BEGINNINGS = (4096, 2048, 1024, 512, 256)
 FLEET_BUFFER_BYTES = 4 << 20
 """Longest body whose beginning is known; a longer one goes to the node of its key."""
 FLEET_REST_S = 5
-"""Time for which a node that did not answer gets nothing."""
+"""Time for which a node that refused a request, or could not be reached, gets nothing."""
 FLEET_CONNECT_S = 2
 FLEET_TRIES = 3
+"""How often a request that no node has is offered to another one."""
+FLEET_REFUSAL_S = 10
+"""A node refuses at once: a 503 that took longer comes from one that had the request and gave it up."""
 FLEET_IDLE_S = 60
 """Longest pause on a connection to a node; the nodes' own nginx ends them after 75 s."""
 
@@ -62,7 +65,7 @@ class NginxConfigError(RuntimeError):
 
 
 class WorkerLostError(ApiError):
-    """No worker took the request, or the one that did ended before it answered."""
+    """The worker that had the request, or may have had it, ended before it answered."""
 
     status = 502
     code = "worker_lost"
@@ -142,13 +145,14 @@ def fleet_config(config: ApplianceConfig) -> str:
         "nginx_fleet.conf.template",
         config,
         fleet=fleet,
-        nodes=[node.partition("://")[2] for node in fleet.nodes],
+        nodes=[(node.partition("://")[2], node in fleet.drained) for node in fleet.nodes],
         https=fleet.nodes[0].startswith("https"),
         beginnings=FLEET_BEGINNINGS,
         buffer_bytes=min(config.max_body_bytes, FLEET_BUFFER_BYTES),
         rest_s=FLEET_REST_S,
         connect_s=FLEET_CONNECT_S,
         tries=min(len(fleet.nodes), FLEET_TRIES),
+        refusal_s=FLEET_REFUSAL_S,
         idle_s=FLEET_IDLE_S,
     )
 
@@ -210,10 +214,10 @@ def _pages(max_body_bytes: int) -> Iterator[_Page]:
     yield _page(HeadersTooLargeError("the headers are too long; send fewer or shorter ones"), (494,))
     yield _page(InternalError("internal error; the proxy's log has the cause under this request id"), (500,))
     yield _page(
-        WorkerLostError("no worker took the request, or the one that did is lost; send it again", retry_after_s=1.0),
+        WorkerLostError("the worker that may have had the request is lost; send it again", retry_after_s=1.0),
         (502,),
     )
-    yield _page(NotReadyError("the proxy takes no more requests now; send it again"), (503,))
+    yield _page(NotReadyError("nobody takes this request now; send it again"), (503,))
     yield _page(WorkerSilentError("the answer took too long and was given up; ask for less, or stream it"), (504,))
 
 

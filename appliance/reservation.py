@@ -72,7 +72,7 @@ def reserve_port(host: str, port: int) -> socket.socket:
             probe.listen(1)
             if port == 0:
                 address = probe.getsockname()
-        return _bound(family, address)
+        return _bound(family, address, again=False)
     except OSError as error:
         raise StartError(
             f"cannot listen on {host} port {port}: {error.strerror or error};"
@@ -88,15 +88,22 @@ def listen_at_port(reservation: socket.socket) -> socket.socket:
     """
     address = reservation.getsockname()
     try:
-        listener = _bound(reservation.family, address)
+        listener = _bound(reservation.family, address, again=True)
         listener.listen(BACKLOG)
     except OSError as error:
         raise StartError(f"cannot listen at {address[0]} port {address[1]}: {error.strerror or error}") from error
     return listener
 
 
-def _bound(family: int, address: tuple[object, ...]) -> socket.socket:
+def _bound(family: int, address: tuple[object, ...], *, again: bool) -> socket.socket:
     """A socket at an address that others of this account may share.
+
+    Args:
+        family: of the address.
+        address: where.
+        again: whether connections that the socket accepts let the address be taken anew while they rest after their
+            end, which takes a minute where this side ended them. A reservation, which accepts none, keeps other
+            appliances off without.
 
     Raises:
         OSError: it cannot be had.
@@ -104,6 +111,7 @@ def _bound(family: int, address: tuple[object, ...]) -> socket.socket:
     made = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(again))
         made.bind(address)
     except OSError:
         made.close()

@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 import structlog
 from redis import Redis
 from redis.backoff import NoBackoff
-from redis.cluster import RedisCluster
+from redis.cluster import ClusterNode, RedisCluster
 from redis.exceptions import (
     AskError,
     AuthenticationError,
@@ -30,6 +30,7 @@ from redis.exceptions import (
 )
 from redis.retry import Retry
 
+from appliance.config_cache import redis_hosts
 from appliance.reuse.breaker import Breaker
 from appliance.reuse.fingerprint import SCHEMA as FINGERPRINT_SCHEMA
 from appliance.reuse.fingerprint import Fingerprint
@@ -40,6 +41,8 @@ _log = structlog.get_logger("zccp.reuse")
 Operation = Literal["propose", "publish"]
 Outcome = Literal["ok", "error", "slow", "refused", "garbage", "skipped"]
 
+_AWAY = 3
+"""How many hosts of a cluster that are away a new client passes over, one after the other."""
 _FAULTS = (RedisError, RedisClusterException, OSError, ValueError)
 
 
@@ -58,10 +61,12 @@ class IndexObserver(Protocol):
 def connect(url: str, timeout_s: float, *, cluster: bool = False) -> "Redis | RedisCluster":
     """A client of the Redis at ``url`` that tries nothing twice; it connects when it is first used.
 
-    A cluster's client connects at once.
+    A cluster's client connects at once, to any of the hosts of its URL, and learns the others from it. One of these it
+    asks what commands there are, and another where that one is away.
 
     Args:
-        url: redis://, rediss:// or unix://, with user and password where they are needed.
+        url: redis://, rediss:// or unix://, with user and password where they are needed; of a cluster with several
+            hosts if some may be away.
         timeout_s: the longest time of a connection and of an answer.
         cluster: whether it is a node of a cluster.
     """
@@ -73,7 +78,12 @@ def connect(url: str, timeout_s: float, *, cluster: bool = False) -> "Redis | Re
         "driver_info": None,
     }
     if cluster:
-        return RedisCluster.from_url(url, require_full_coverage=False, **bounds)
+        first, others = redis_hosts(url)
+        nodes = [ClusterNode(host, port) for host, port in others]
+        none, bounds["retry"] = bounds["retry"], Retry(NoBackoff(), _AWAY)
+        client = RedisCluster.from_url(first, startup_nodes=nodes, require_full_coverage=False, **bounds)
+        client.set_retry(none)
+        return client
     return Redis.from_url(url, max_connections=2, **bounds)
 
 

@@ -3,12 +3,15 @@
 import re
 import shutil
 import subprocess
+from base64 import b64encode
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
-from appliance.config import load
+from appliance.config import ApplianceConfig, load
+from appliance.nginx import fleet_config
 from tests.ansible.playing import ANSIBLE, EXAMPLE, SECRETS, document, play
 from tests.rollout.materials import certificates
 from tests.support.front import NGINX, needs_nginx
@@ -22,7 +25,7 @@ TEMPLATES = {
     "run-zccp_bodies.mount": "host/templates/bodies.mount.j2",
     "60-zccp.conf": "host/templates/sysctl.conf.j2",
     "redis.conf": "redis/templates/redis.conf.j2",
-    "nginx.conf": "balancer/templates/nginx.conf.j2",
+    "fleet.yaml": "balancer/templates/config.yaml.j2",
 }
 ACCELERATORS = ("none", "a100")
 
@@ -34,11 +37,14 @@ def rendered(tmp_path_factory: pytest.TempPathFactory) -> Path:
     values: dict[str, Any] = {}
     for role in ("host", "application", "redis", "balancer"):
         values |= document(ANSIBLE / "roles" / role / "defaults" / "main.yml")
-    values |= document(EXAMPLE / "group_vars/appliances/main.yml") | SECRETS
-    values |= {"balancer_tls": str(folder), "balancer_nodes_directory": str(folder / "nodes")}
+    for group in ("all", "appliances", "balancers"):
+        values |= document(EXAMPLE / "group_vars" / group / "main.yml")
+    values |= SECRETS
+    drained = b64encode(b"    server 192.0.2.1:443 max_fails=1 fail_timeout=5s down;\n").decode()
+    values |= {"balancer_nodes_group": "all", "balancer_tls": str(folder), "balancer_installed": {"content": drained}}
     hosts: dict[str, dict[str, Any]] = {
-        name: {**values, "zccp_accelerator": name, "inventory_dir": "/inventory", "ansible_host": "192.0.2.1"}
-        for name in ACCELERATORS
+        name: {**values, "zccp_accelerator": name, "inventory_dir": "/inventory", "ansible_host": f"192.0.2.{number}"}
+        for number, name in enumerate(ACCELERATORS, 1)
     }
     for name in ACCELERATORS:
         (folder / name).mkdir()
@@ -103,42 +109,63 @@ def test_the_unit_says_how_it_is_watched_and_ended(rendered: Path, accelerator: 
     assert ("DeviceAllow=/dev/kmsg r" in lines) == (accelerator == "a100")
 
 
-def test_redis_keeps_to_itself(rendered: Path) -> None:
+def test_redis_alone_keeps_to_itself(rendered: Path) -> None:
     lines = (rendered / "none" / "redis.conf").read_text().splitlines()
     assert {"bind 127.0.0.1 -::1", 'save ""', "appendonly no", "maxmemory-policy allkeys-lru"} <= set(lines)
     assert f"requirepass {SECRETS['vault_redis_password']}" in lines
 
 
+def test_the_balancer_s_configuration_names_the_appliances_and_keeps_the_drained_one(rendered: Path) -> None:
+    config = load(rendered / "none" / "fleet.yaml")
+    assert config.fleet.nodes == ("https://192.0.2.2:443", "https://192.0.2.1:443")
+    assert config.fleet.drained == ("https://192.0.2.1:443",)
+    assert config.fleet.server_name == "zccp.internal"
+    assert (config.proxy.host, config.proxy.port) == ("0.0.0.0", 443)
+    assert config.proxy.body_directory.startswith("/run/")  # in memory, since bodies are prompts
+
+
 @needs_nginx
-def test_nginx_takes_the_configuration_of_the_balancer(rendered: Path) -> None:
+def test_nginx_takes_what_is_printed_for_the_balancer(rendered: Path) -> None:
     assert NGINX is not None
     certificates(rendered, ["192.0.2.1"])
     for name, copy in (("fleet.pem", "fullchain.pem"), ("fleet-key.pem", "key.pem"), ("ca.pem", "nodes-ca.pem")):
         shutil.copy(rendered / name, rendered / copy)
-    (rendered / "nodes").mkdir()
-    (rendered / "nodes" / "gpu1.conf").write_text("server 192.0.2.11:443 max_fails=1 fail_timeout=2s;\n")
-    (rendered / "nodes" / "gpu2.conf").write_text("server 192.0.2.12:443 max_fails=1 fail_timeout=2s down;\n")
-    text = (rendered / "none" / "nginx.conf").read_text().replace("/var/log/nginx", str(rendered))
+    text = fleet_config(load(rendered / "none" / "fleet.yaml"))
+    for old, new in (("/var/log/nginx", rendered), ("/run/zccp_front_bodies", rendered / "bodies")):
+        text = text.replace(old, str(new))
     (rendered / "nginx.conf").write_text(text)
-    options = [
-        "-t",
-        "-q",
-        "-e",
-        str(rendered / "error.log"),
-        "-g",
-        f"pid {rendered}/pid;",
-        "-c",
-        str(rendered / "nginx.conf"),
-    ]
-    done = subprocess.run([NGINX, *options], capture_output=True, text=True, check=False)
+    options = ["-e", str(rendered / "error.log"), "-g", f"pid {rendered}/pid;", "-c", str(rendered / "nginx.conf")]
+    done = subprocess.run([NGINX, "-t", "-q", *options], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
-def test_a_drained_host_keeps_its_line() -> None:
-    task = document(ANSIBLE / "tasks" / "balance.yml")[0]["ansible.builtin.lineinfile"]
-    pattern = re.compile(task["regexp"])
-    admitted = "server 192.0.2.11:443 max_fails=1 fail_timeout=2s;"
-    drained = "server 192.0.2.11:443 max_fails=1 fail_timeout=2s down;"
-    for line in (admitted, drained):
-        assert pattern.sub(r"\g<1>;", line) == admitted
-        assert pattern.sub(r"\g<1> down;", line) == drained
+def drained(config: ApplianceConfig, *nodes: str) -> ApplianceConfig:
+    """The same fleet with other nodes drained."""
+    return replace(config, fleet=replace(config.fleet, drained=nodes))
+
+
+def test_a_playbook_drains_by_the_word_that_the_appliance_prints_for_it(rendered: Path, tmp_path: Path) -> None:
+    config = load(rendered / "none" / "fleet.yaml")
+    one, other = config.fleet.nodes
+    before, both, after = (fleet_config(drained(config, *names)) for names in ((), (one, other), (other,)))
+    assert len({before, both, after}) == 3
+    asked = document(ANSIBLE / "tasks" / "balance.yml")[1]["ansible.builtin.lineinfile"]
+    file = tmp_path / "nginx.conf"
+    file.write_text(before)
+    task = {name: asked[name] for name in ("regexp", "line", "backrefs")} | {"path": str(file), "mode": "0600"}
+    addresses = {"a": "192.0.2.1", "b": "192.0.2.2", "c": "192.0.2.3"}
+    hosts = {name: {"ansible_host": address} for name, address in addresses.items()}
+    steps = [("a b c", False, both), ("b c", True, after)]
+    for names, admitted, wanted in steps:
+        tasks = [
+            {
+                "name": "Write the word",
+                "ansible.builtin.lineinfile": task,
+                "vars": {"zccp_admitted": admitted},
+                "throttle": 1,
+                "when": f"inventory_hostname in '{names}'.split()",
+            }
+        ]
+        done = play(tasks, hosts, tmp_path)
+        assert done.returncode == 0, done.stdout
+        assert file.read_text() == wanted

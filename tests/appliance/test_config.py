@@ -6,7 +6,7 @@ import pytest
 
 from appliance import config as configuration
 from appliance.config import ApplianceConfig, build, load
-from appliance.config_cache import without_secrets
+from appliance.config_cache import redis_hosts, without_secrets
 from appliance.config_reference import reference, reference_markdown
 from appliance.config_rules import ConfigError, host_problems, is_loopback, plain
 
@@ -71,6 +71,9 @@ def test_documented_page_size_in_bytes_of_ids() -> None:
         ({"cache": {"redis_url": "redis://h?password=x"}}, "cache.redis_url sets 'password', which has no place there"),
         ({"cache": {"redis_url": "rediss://h?socket_timeout=9"}}, "cache.redis_url sets 'socket_timeout'"),
         ({"cache": {"redis_url": "redis://h?ssl_keyfile=/k"}}, "options of TLS and begins with redis://"),
+        ({"cache": {"redis_url": "redis://a,b:6380"}}, "names several hosts, which only a cluster has"),
+        ({"cache": {"redis_url": "redis://a,:1", "redis_cluster": True}}, "cache.redis_url is no URL"),
+        ({"cache": {"redis_url": "redis://a,b:x", "redis_cluster": True}}, "cache.redis_url is no URL"),
         ({"cache": {"redis_timeout_ms": 0}}, "cache.redis_timeout_ms is 0; it must be between 1 and 1000"),
         ({"cache": {"node_name": " a"}}, "cache.node_name is ' a'; it must be printable text"),
         (
@@ -259,6 +262,22 @@ def test_a_password_that_is_not_escaped_is_neither_taken_nor_shown(password: str
 )  # fmt: skip
 def test_addresses_of_redis(url: str) -> None:
     assert made(cache={"redis_url": url}).cache.redis_url == url
+
+
+@pytest.mark.parametrize(
+    ("url", "hosts"),
+    [
+        ("redis://h", ("redis://h", ())),
+        ("rediss://u:p%40@a:1,b,[::1]:7/0?ssl_ca_certs=/a,b.pem",
+         ("rediss://u:p%40@a:1/0?ssl_ca_certs=/a,b.pem", (("b", 6379), ("::1", 7)))),
+        ("redis://:a,b@[::1],c:2", ("redis://:a,b@[::1]", (("c", 2),))),
+        ("unix:///run/a,b.sock", ("unix:///run/a,b.sock", ())),
+    ],
+)  # fmt: skip
+def test_hosts_of_a_cluster(url: str, hosts: tuple) -> None:
+    assert redis_hosts(url) == hosts
+    cluster = bool(hosts[1])
+    assert made(cache={"redis_url": url, "redis_cluster": cluster}).cache.redis_url == url
 
 
 def test_shown_configuration_is_accepted_again() -> None:

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from appliance.host.process import ending
-from appliance.reservation import StartError, reserve_port
+from appliance.reservation import StartError, listen_at_port, reserve_port
 from tests.support.node import ask, expected, node, stream, text_of, wait_for
 
 
@@ -122,6 +122,20 @@ def test_a_reserved_port_is_kept_from_others_and_free_afterwards() -> None:
         pass
     reservation.close()
     reserve_port("127.0.0.1", port).close()
+
+
+def test_a_port_is_free_again_at_once_after_connections_that_this_side_ended() -> None:
+    with reserve_port("127.0.0.1", 0) as reservation, listen_at_port(reservation) as listener:
+        port = reservation.getsockname()[1]
+        listener.settimeout(10)
+        for _ in range(3):
+            with socket.create_connection(("127.0.0.1", port)) as client:
+                listener.accept()[0].close()
+                assert client.recv(1) == b""
+        with pytest.raises(StartError, match=f"port {port}"), reserve_port("127.0.0.1", port):
+            pass
+    with reserve_port("127.0.0.1", port) as reservation, listen_at_port(reservation):
+        assert reservation.getsockname()[1] == port
 
 
 def test_an_address_of_another_machine_is_named() -> None:

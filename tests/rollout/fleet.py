@@ -49,12 +49,17 @@ class Host:
     @property
     def address(self) -> str:
         """Its address on the fleet's bridge."""
-        return f"{NETWORK}.{10 + self.number}"
+        return address_of(self.number)
 
     @property
     def tree(self) -> Path:
         """Its root file system."""
         return self.folder / "root"
+
+
+def address_of(number: int) -> str:
+    """The address of the host of a number; the first is 1."""
+    return f"{NETWORK}.{10 + number}"
 
 
 class Fleet:
@@ -115,14 +120,17 @@ class Fleet:
         """A command line that runs in the fleet's network, as from an operator's machine."""
         return ("ip", "netns", "exec", self.control, *command)
 
+    def host(self, name: str) -> Host:
+        """The host of a name."""
+        return next(host for host in self.hosts if host.name == name)
+
     def on(self, name: str, command: str) -> str:
         """What a shell command on a host prints.
 
         Raises:
             AssertionError: it fails; the message has its words.
         """
-        host = next(host for host in self.hosts if host.name == name)
-        return run(*self.inside("ssh", *self.ssh_options(), f"root@{host.address}", command))
+        return run(*self.inside("ssh", *self.ssh_options(), f"root@{self.host(name).address}", command))
 
     def ssh_options(self) -> tuple[str, ...]:
         """Options of ssh; the hosts are as old as the test, so their keys are taken as they come."""

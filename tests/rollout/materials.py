@@ -20,7 +20,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from tests.rollout.fleet import Host, run
+from tests.rollout.fleet import Host, address_of, run
 from tests.support.real_model import HOME, smollm2
 from tests.support.running_appliance import write_config, zccp
 
@@ -36,6 +36,7 @@ PACKAGES = (
 ENGINE = {"slots": 4, "context": 1024, "kv_format": "int8", "kv_memory_mb": 64}
 PACKAGED = ("api", "appliance", "planner", "pallas_kernels", "pyproject.toml", "README.md", "LICENSE")
 NODE_NAME = "zccp.internal"
+REDIS = {"redis_password": "fleetfleetfleetfleetfleet", "redis_maxmemory_mb": 64}
 
 
 def sources() -> str:
@@ -189,33 +190,33 @@ def api_key(folder: Path) -> str:
     return str(json.loads(made.stdout)["key"])
 
 
-def inventory(folder: Path, hosts: Sequence[Host], values: Mapping[str, object]) -> Path:
-    """An inventory of appliances, the last host being the balancer; values are of the appliances."""
-    nodes, front = hosts[:-1], hosts[-1]
+def inventory(folder: Path, groups: Mapping[str, Mapping[str, Host]], values: Mapping[str, object]) -> Path:
+    """An inventory of hosts by group and name; values are of the appliances."""
+    hosts = {group: {name: {"ansible_host": host.address} for name, host in of.items()} for group, of in groups.items()}
+    secured = {"certificate": str(folder / "fleet.pem"), "certificate_key": str(folder / "fleet-key.pem")}
+    front = {"node_ca": str(folder / "ca.pem"), "node_name": NODE_NAME, "config": {"server": {"max_connections": 2048}}}
+    children: dict[str, dict[str, object]] = {
+        "appliances": {"vars": dict(values)},
+        "index": {"vars": {f"redis_{name}": value for name, value in secured.items()}
+                  | {"redis_authority": str(folder / "ca.pem")}},
+        "balancers": {"vars": {f"balancer_{name}": value for name, value in (secured | front).items()}},
+        "monitoring": {},
+    }  # fmt: skip
     document = {
         "all": {
-            "vars": {"ansible_user": "root", "ansible_become_method": "sudo"},
-            "children": {
-                "appliances": {
-                    "hosts": {host.name: {"ansible_host": host.address} for host in nodes},
-                    "vars": dict(values),
-                },
-                "balancers": {
-                    "hosts": {front.name: {"ansible_host": front.address}},
-                    "vars": {
-                        "balancer_certificate": str(folder / "fleet.pem"),
-                        "balancer_certificate_key": str(folder / "fleet-key.pem"),
-                        "balancer_node_ca": str(folder / "ca.pem"),
-                        "balancer_node_name": NODE_NAME,
-                    },
-                },
-                "monitoring": {"hosts": {}},
-            },
+            "vars": {"ansible_user": "root", "ansible_become_method": "sudo", **REDIS},
+            "children": {group: {"hosts": hosts.get(group, {}), **more} for group, more in children.items()},
         }
     }
-    path = folder / "hosts.yml"
+    path = folder / f"hosts-{_short(str(hosts))}.yml"
     path.write_text(yaml.safe_dump(document))
     return path
+
+
+def index_url(numbers: Sequence[int]) -> str:
+    """The URL of a cluster on hosts of these numbers."""
+    hosts = ",".join(address_of(number) for number in numbers)
+    return f"rediss://:{REDIS['redis_password']}@{hosts}?ssl_ca_certs=/etc/zccp/index-ca.pem"
 
 
 def playbook_environment(fleet_key: Path) -> dict[str, str]:

@@ -1,11 +1,15 @@
-"""Four appliances and a balancer: installed, rolled out under load, broken, rolled back, all of it for real."""
+"""Four appliances, an index on three of them, a balancer: installed, rolled out under load, broken, rolled back.
+
+A sixth host stays bare: what is said of it is a dry run.
+"""
 
 import json
 import re
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,13 +17,19 @@ from typing import Any
 import pytest
 
 from tests.rollout import materials
-from tests.rollout.fleet import Fleet, missing, run
+from tests.rollout.fleet import Fleet, Host, missing, run
 from tests.rollout.materials import ROOT
+from tests.support.front import wait_for
 
 NODES = ("gpu1", "gpu2", "gpu3", "gpu4")
+INDEX = NODES[:3]
 FRONT = "front"
+BARE = "bare"
 ENVIRONMENTS = "/opt/zccp/environments"
-REDIS_PASSWORD = "fleetfleetfleetfleetfleet"
+REDIS_PASSWORD = str(materials.REDIS["redis_password"])
+REDIS_CLI = f"REDISCLI_AUTH={REDIS_PASSWORD} redis-cli --tls --cacert /etc/redis/zccp-tls/ca.pem"
+REMOVED = ("nginx-common", "redis-tools", "prometheus-node-exporter", "curl", "python3-apt", "python3-venv")
+"""What a bare host lacks of what the others have from the start, and all that needs it."""
 FIRST, SECOND, BROKEN, DEAD = "1.0.0", "1.0.1", "1.0.2", "1.0.3"
 BREAKS = {
     BROKEN: {"api/routes/completions.py": ("services.require_ready()", 'raise RuntimeError("broken on purpose")')},
@@ -30,16 +40,20 @@ BREAKS = {
 class Operator:
     """Runs playbooks against a fleet, as from an operator's machine."""
 
-    def __init__(self, fleet: Fleet, folder: Path, inventory: Path) -> None:
-        """Use an inventory; logs go to the folder."""
+    def __init__(self, fleet: Fleet, folder: Path, appliances: Sequence[str], values: dict[str, Any]) -> None:
+        """Run the fleet with these appliances, which have these variables; logs go to the folder."""
         self.fleet = fleet
+        self.values = values
         self._folder = folder
-        self._inventory = inventory
+        materials.certificates(folder / "files", [host.address for host in fleet.hosts])
+        self._inventory = materials.inventory(folder / "files", groups(fleet, appliances), values)
 
-    def play(self, playbook: str, *options: str, **values: object) -> "subprocess.CompletedProcess[str]":
+    def play(
+        self, playbook: str, *options: str, inventory: Path | None = None, **values: object
+    ) -> "subprocess.CompletedProcess[str]":
         """Run a playbook with extra variables."""
         program = str(Path(sys.executable).parent / "ansible-playbook")
-        command = (program, "-i", str(self._inventory), playbook, *options, "-e", json.dumps(values))
+        command = (program, "-i", str(inventory or self._inventory), playbook, *options, "-e", json.dumps(values))
         done = subprocess.run(
             self.fleet.inside(*command),
             cwd=ROOT / "ansible",
@@ -59,8 +73,16 @@ class Operator:
 
     def drained(self) -> list[str]:
         """Appliances that the balancer sends nothing to."""
-        lines = self.fleet.on(FRONT, "grep -l down /etc/nginx/zccp-nodes/*.conf || true")
-        return [Path(line).stem for line in lines.split()]
+        lines = self.fleet.on(FRONT, "grep -E '^ +server .* down;$' /etc/nginx/nginx.conf || true").splitlines()
+        out = {line.split()[1].partition(":")[0] for line in lines}
+        return [host.name for host in self.fleet.hosts if host.address in out]
+
+
+def groups(fleet: Fleet, appliances: Sequence[str]) -> dict[str, dict[str, Host]]:
+    """The groups of an inventory with these appliances, of which some hold the index."""
+    index = [name for name in INDEX if name in appliances]
+    named = {"appliances": appliances, "index": index, "balancers": [FRONT]}
+    return {group: {name: fleet.host(name) for name in names} for group, names in named.items()}
 
 
 def recap(done: "subprocess.CompletedProcess[str]") -> dict[str, dict[str, int]]:
@@ -98,12 +120,17 @@ def operator(folder: Path) -> Iterator[Operator]:
         "application_probe_url": "https://{{ ansible_host }}",
         "application_probe_ca": "/srv/files/ca.pem",
         "application_probe_key": materials.api_key(folder),
+        "application_index_authority": str(files / "ca.pem"),
         "application_health_delay_s": 1,
         "application_health_retries": 60,
         "application_config": {
             "engine": materials.ENGINE,
             "shared_memory": {"segment_count": 16},
-            "cache": {"redis_url": f"redis://:{REDIS_PASSWORD}@127.0.0.1:6379/0"},
+            "cache": {
+                "redis_url": materials.index_url(range(1, len(INDEX) + 1)),
+                "redis_cluster": True,
+                "redis_timeout_ms": 1000,
+            },
             "programs": {
                 "directory": "/var/lib/zccp/releases/programs",
                 "public_key": "/var/lib/zccp/releases/programs/public-key.pem",
@@ -119,26 +146,21 @@ def operator(folder: Path) -> Iterator[Operator]:
         "model_store_archives": [archive.item("/srv/archives") for archive in archives],
         "nginx_certificate": str(files / "fleet.pem"),
         "nginx_certificate_key": str(files / "fleet-key.pem"),
-        "redis_password": REDIS_PASSWORD,
-        "redis_maxmemory_mb": 64,
     }
     (folder / "key").write_text(str(values["application_probe_key"]))
     if not environments.exists():
-        make_environments(folder / "first", shared, values, environments)
+        make_environments(folder, shared, values, environments)
     shared[environments] = ENVIRONMENTS
     (folder / "fleet").mkdir()
-    with Fleet((*NODES, FRONT), materials.base(), folder / "fleet", shared) as fleet:
-        materials.certificates(files, [host.address for host in fleet.hosts])
-        yield Operator(fleet, folder, materials.inventory(files, fleet.hosts, values))
+    with Fleet((*NODES, FRONT, BARE), materials.base(), folder / "fleet", shared) as fleet:
+        yield Operator(fleet, folder, NODES, values)
 
 
 def make_environments(folder: Path, shared: dict[Path, str], values: dict[str, Any], kept: Path) -> None:
     """Let the role install the lock's packages on one host, and keep what it made for the hosts of all tests."""
-    folder.mkdir()
-    with Fleet((NODES[0], FRONT), materials.base(), folder, shared) as fleet:
-        files = next(path for path, seen in shared.items() if seen == "/srv/files")
-        materials.certificates(files, [host.address for host in fleet.hosts])
-        done = Operator(fleet, folder, materials.inventory(files, fleet.hosts, values)).play("site.yml")
+    (folder / "first").mkdir()
+    with Fleet((NODES[0], FRONT), materials.base(), folder / "first", shared) as fleet:
+        done = Operator(fleet, folder, NODES[:1], values).play("site.yml")
         assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
         materials.keep(fleet.hosts[0].tree / ENVIRONMENTS.lstrip("/"), kept)
 
@@ -154,7 +176,7 @@ def installed(operator: Operator) -> Operator:
 @contextmanager
 def load(operator: Operator, folder: Path) -> Iterator[dict[str, Any]]:
     """Clients at the balancer for as long as the context lasts; afterwards the dictionary holds their tally."""
-    url = f"https://{operator.fleet.hosts[-1].address}"
+    url = f"https://{operator.fleet.host(FRONT).address}"
     command = (sys.executable, "-m", "tests.rollout.load", url, str(folder / "files/ca.pem"), str(folder / "key"))
     tally: dict[str, Any] = {}
     with subprocess.Popen(
@@ -166,6 +188,35 @@ def load(operator: Operator, folder: Path) -> Iterator[dict[str, Any]]:
             out, _ = process.communicate("")
             tally |= json.loads(out)
             sys.stdout.write(f"load: {tally}\n")
+
+
+def test_a_dry_run_on_bare_hosts_ends_and_tells_what_a_run_would_do(operator: Operator, folder: Path) -> None:
+    on, host = operator.fleet.on, operator.fleet.host(BARE)
+    on(BARE, f"DEBIAN_FRONTEND=noninteractive apt-get purge --yes {' '.join(REMOVED)}")
+    files = "find /etc /opt /usr ! -type d ! -path '*/__pycache__/*' -printf '%p %s %T@\\n' | sort"
+    look = f"dpkg-query --show; getent passwd; ls /var/lib; {files}"
+    before = on(BARE, look)
+    hosts = {"appliances": 2, "index": 3, "balancers": 1, "monitoring": 1}
+    named = {group: {f"{group}{number}": host for number in range(count)} for group, count in hosts.items()}
+    inventory = materials.inventory(folder / "files", named, operator.values)
+    done = operator.play("site.yml", "--check", "--diff", inventory=inventory)
+    figures = recap(done)
+    assert done.returncode == 0, done.stdout[-8000:]
+    assert set(figures) == {name for of in named.values() for name in of}
+    assert all(row["failed"] == row["unreachable"] == 0 < row["changed"] for row in figures.values())
+    for words in (
+        "appliances0 would get curl, python3-venv and what they need",
+        "appliances1 would get nginx-light and what they need",
+        "index2 would get redis-server and what they need",
+        "balancers0 would get nginx-light and what they need",
+        "there is no Redis yet, so that its own configuration and its service are not looked at",
+        "a run would make one cluster of index0, index1, index2",
+        "appliances0 has no appliance yet that prints the configuration",
+        "+vm.swappiness = 1",
+    ):
+        assert words in re.sub(r"\s+", " ", done.stdout), words
+    assert REDIS_PASSWORD not in done.stdout
+    assert on(BARE, look) == before
 
 
 def test_a_second_run_and_a_dry_run_change_nothing(installed: Operator) -> None:
@@ -186,12 +237,18 @@ def test_hosts_are_as_the_roles_say(installed: Operator) -> None:
     assert on(NODES[0], "stat -c '%U %a %T' -f /run/zccp_bodies; stat -c '%U %a' /run/zccp_bodies").endswith(
         "zccp 700\n"
     )
-    assert "NOAUTH" in on(NODES[0], "redis-cli ping")
-    assert "PONG" in on(NODES[0], f"REDISCLI_AUTH={REDIS_PASSWORD} redis-cli ping")
+    assert on(FRONT, "stat -c '%U %a %m' /run/zccp_front_bodies").split() == [
+        "www-data",
+        "700",
+        "/run/zccp_front_bodies",
+    ]
+    assert "NOAUTH" in on(INDEX[0], REDIS_CLI.partition(" ")[2] + " ping")
+    assert "PONG" in on(INDEX[0], f"{REDIS_CLI} ping")
     assert on(NODES[0], "stat -c %a /etc/zccp/tls/key.pem /opt/zccp/current/etc/config.yaml").split() == ["600", "640"]
     listening = on(NODES[0], "ss -Hltn | awk '{print $4}'").split()
     assert {address for address in listening if not address.startswith(("127.0.0.1", "[::1]"))} <= {
         "0.0.0.0:22", "[::]:22", "0.0.0.0:443",
+        *(f"{installed.fleet.host(INDEX[0]).address}:{port}" for port in (6379, 16379)),
     }  # fmt: skip
 
 
@@ -224,7 +281,7 @@ def test_a_broken_release_stops_at_the_first_host_and_is_taken_back(
 
 def complete(operator: Operator, folder: Path, prompt: str, *headers: str) -> int:
     """The status of one completion through the balancer."""
-    url = f"https://{operator.fleet.hosts[-1].address}/v1/completions"
+    url = f"https://{operator.fleet.host(FRONT).address}/v1/completions"
     body = json.dumps({"model": "smollm2-135m", "prompt": prompt, "max_tokens": 1})
     given = [f"authorization: Bearer {(folder / 'key').read_text()}", "content-type: application/json", *headers]
     options = [option for header in given for option in ("--header", header)]
@@ -235,7 +292,7 @@ def complete(operator: Operator, folder: Path, prompt: str, *headers: str) -> in
 def served_by(operator: Operator, count: int) -> list[str]:
     """The appliances that gave the last answers of the balancer, each request's last one where it was sent on."""
     lines = operator.fleet.on(FRONT, f"tail -n {count} /var/log/nginx/access.log").splitlines()
-    return [json.loads(line)["node"].split(", ")[-1] for line in lines]
+    return [re.split(r", | : ", json.loads(line)["node"])[-1] for line in lines]
 
 
 def test_prompts_that_begin_alike_meet(installed: Operator, folder: Path) -> None:
@@ -250,12 +307,37 @@ def test_prompts_that_begin_alike_meet(installed: Operator, folder: Path) -> Non
 
 def test_an_appliance_that_is_gone_is_passed_over(installed: Operator, folder: Path) -> None:
     routes = [f"x-zccp-route: {n}" for n in range(8)]
-    lost = next(host for host in installed.fleet.hosts if host.name == NODES[1])
-    installed.fleet.on(lost.name, "systemctl stop nginx zccp")
-    assert [complete(installed, folder, "Hello", route) for route in routes] == [200] * len(routes)
-    assert f"{lost.address}:443" not in served_by(installed, len(routes))
+    lost = installed.fleet.host(NODES[1])
+    for unit in ("zccp", "nginx"):  # first nginx says that nobody takes requests, then nobody says anything
+        installed.fleet.on(lost.name, f"systemctl stop {unit}")
+        assert [complete(installed, folder, "Hello", route) for route in routes] == [200] * len(routes)
+        assert f"{lost.address}:443" not in served_by(installed, len(routes))
     installed.fleet.on(lost.name, "systemctl start zccp nginx")
     assert installed.play("status.yml").stdout.count("status=ready") == len(NODES)
+
+
+def index_calls(operator: Operator, key: str) -> Counter[str]:
+    """How often the appliances have asked their index since they were started, by labels."""
+    ask = f"curl --silent --header 'authorization: Bearer {key}' http://127.0.0.1:8000/metrics"
+    calls = Counter[str]()
+    for name in NODES:
+        rows = re.findall(r"^zccp_index_calls_total\{(.*)\} (\S+)$", operator.fleet.on(name, ask), re.MULTILINE)
+        calls.update({labels: int(float(value)) for labels, value in rows})
+    return calls
+
+
+def test_appliances_share_one_index_in_a_cluster(installed: Operator, folder: Path) -> None:
+    on = installed.fleet.on
+    for name in INDEX:
+        said = on(name, f"{REDIS_CLI} -h {installed.fleet.host(name).address} cluster info")
+        assert {"cluster_state:ok", "cluster_slots_assigned:16384", "cluster_known_nodes:3"} <= set(said.split())
+    text = " ".join(f"Paragraph {number} of a document that two of them get." for number in range(40))
+    for number in range(12):
+        assert complete(installed, folder, text, f"x-zccp-route: {number}") == 200
+    asked, told = 'operation="propose",outcome="ok"', 'operation="publish",outcome="ok"'
+    key = (folder / "key").read_text()
+    wait_for(lambda: index_calls(installed, key)[asked] >= 12 and index_calls(installed, key)[told] >= 2)
+    assert sum(int(on(name, f"{REDIS_CLI} dbsize")) for name in INDEX) >= 12
 
 
 def test_going_back_to_an_earlier_release(installed: Operator, folder: Path) -> None:
@@ -283,6 +365,9 @@ def test_changed_settings_restart_drained_hosts(installed: Operator, folder: Pat
         done = installed.play("site.yml", "--limit", "appliances", **values)
     assert done.returncode == 0, done.stdout[-8000:]
     assert done.stdout.count("gets new settings and is drained and restarted") == len(NODES)
+    again = installed.play("site.yml", "--check", "--limit", NODES[0], **(values | {"application_drain_s": 24}))
+    assert again.returncode == 0, again.stdout[-8000:]
+    assert "gets new settings and is drained and restarted" in again.stdout
     assert installed.releases() == before
     for name in NODES:
         assert installed.fleet.on(name, "grep drain_s /etc/zccp/config.yaml").strip() == "drain_s: 25"

@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +20,8 @@ from tests.support.front import wait_for
 from tests.support.live_server import free_port
 
 SERVER = shutil.which("redis-server")
+BUS = 10_000
+"""How far above the port of a node of a cluster its port for the other nodes lies."""
 REQUIRED = bool(os.environ.get("ZCCP_REQUIRE_REDIS"))  # noqa: TID251
 needs_redis = pytest.mark.skipif(
     SERVER is None and not REQUIRED, reason="redis-server is not installed (Debian: redis-server)"
@@ -28,12 +30,16 @@ needs_redis = pytest.mark.skipif(
 
 @dataclass
 class RedisServer:
-    """A server on the loopback; ``options`` are those of its command line."""
+    """A server on the loopback; ``options`` are those of its command line.
+
+    ``node_port`` is where the nodes of a cluster name it: that of TLS where they use it.
+    """
 
     folder: Path
     port: int
     options: list[str] = field(default_factory=list)
     password: str = ""
+    node_port: int = 0
     process: "subprocess.Popen[bytes] | None" = None
 
     @property
@@ -85,3 +91,50 @@ def redis_server(folder: Path, *options: str, password: str = "", start: bool = 
         if server.process is not None:
             server.send(signal.SIGCONT)
         server.kill()
+
+
+@contextmanager
+def redis_cluster(folder: Path, count: int, *, password: str, tls: Path | None = None) -> Iterator[list[RedisServer]]:
+    """Servers that can be a cluster (``joined``); each knows itself alone. ``tls`` holds cert.pem and key.pem."""
+    options = ["--cluster-enabled", "yes", "--cluster-require-full-coverage", "no", "--cluster-node-timeout", "1000"]
+    if tls is not None:
+        pem = str(tls / "cert.pem")
+        options += ["--tls-cert-file", pem, "--tls-key-file", str(tls / "key.pem"), "--tls-ca-cert-file", pem]
+        options += ["--tls-auth-clients", "no", "--tls-cluster", "yes", "--tls-replication", "yes"]
+    options += ["--requirepass", password, "--masterauth", password]
+    with ExitStack() as stack:
+        servers: list[RedisServer] = []
+        for number in range(count):
+            own = folder / f"node-{number}"
+            own.mkdir()
+            port, more = bus_port(), []
+            if tls is not None:
+                more = ["--tls-port", str(bus_port())]
+            server = RedisServer(own, port, [*options, *more], password, node_port=int(more[1]) if more else port)
+            stack.callback(server.kill)
+            server.start()
+            servers.append(server)
+        yield servers
+
+
+def bus_port() -> int:
+    """A free port that leaves room for that of the bus."""
+    return next(port for _ in range(1000) if (port := free_port()) + BUS < 1 << 16)
+
+
+def joined(servers: list[RedisServer], tls: Path | None = None) -> None:
+    """Make one cluster of servers, and wait until each of them says that it is whole."""
+    addresses = [f"127.0.0.1:{server.node_port}" for server in servers]
+    trust = ["--tls", "--cacert", str(tls / "cert.pem")] if tls is not None else []
+    command = ["redis-cli", *trust, "--cluster", "create", *addresses, "--cluster-yes"]
+    environment = {"PATH": os.defpath, "REDISCLI_AUTH": servers[0].password}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    wait_for(lambda: all(whole(server) for server in servers))
+
+
+def whole(server: RedisServer) -> bool:
+    """Whether a node says that its cluster is whole."""
+    with server.client() as client:
+        state = client.execute_command("CLUSTER INFO")
+    return state["cluster_state"] == "ok"
