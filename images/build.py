@@ -7,14 +7,6 @@ import tomllib
 from pathlib import Path
 
 import click
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from cryptography.hazmat.primitives.serialization import (
-    Encoding,
-    NoEncryption,
-    PrivateFormat,
-    PublicFormat,
-    load_pem_private_key,
-)
 
 from images.debian import BuildError, bootstrap
 from images.disk import Contents, make_disk, make_release, put_seed
@@ -23,6 +15,7 @@ from images.model import build_programs, convert_weights
 from images.recipe import Recipe, RecipeError, read_recipe
 from images.sbom import write_sbom
 from images.tree import HOST, REPOSITORY, Progress, make_tree
+from planner.signing import SigningKeyError, local_key, public_pem
 
 
 @click.command()
@@ -48,7 +41,7 @@ def main(variant: str, out: Path, given: str | None, signing_key: Path | None, s
             put_seed(disk, out.absolute() / "tools", seed)
         progress("done")
         click.echo(f"{disk}\n{release}")
-    except (BuildError, RecipeError, OSError) as error:
+    except (BuildError, RecipeError, SigningKeyError, OSError) as error:
         print(f"images.build: {error}", file=sys.stderr)
         sys.exit(1)
 
@@ -59,7 +52,7 @@ def _build(
     """Everything in its order; the disk and the folder of the release."""
     kind = recipe.variant(variant)
     work.mkdir(parents=True, exist_ok=True)
-    public = _key(key)
+    public = public_pem(local_key(key))
     progress("tools")
     tools = out.absolute() / "tools"
     bootstrap(tools, recipe.tools_release, recipe.tools, ("main",), recipe.epoch)
@@ -84,16 +77,6 @@ def _build(
     progress("the release")
     release = make_release(work, disk, contents, variant, version, key)
     return disk, release
-
-
-def _key(path: Path) -> bytes:
-    """The public half of a signing key, which is made where there is none."""
-    if not path.exists():
-        private = Ed25519PrivateKey.generate().private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-        path.touch(mode=0o600)
-        path.write_bytes(private)
-    key = load_pem_private_key(path.read_bytes(), password=None)
-    return key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
 
 
 if __name__ == "__main__":

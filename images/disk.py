@@ -17,6 +17,7 @@ from images.host.slots import LABELS, entry_text
 from images.host.update import MANIFEST, SIGNATURE
 from images.recipe import Recipe, Variant
 from images.tree import PROGRAMS
+from planner.signing import local_key
 
 DEFINITIONS = """\
 [Partition]
@@ -116,7 +117,7 @@ def write_manifest(
     """Write and sign the list of a release's files; without ``unpacked_bytes`` the size stands that is there already.
 
     Raises:
-        BuildError: signing failed.
+        SigningKeyError: the key is none, or others can read it.
     """
     listed, signature = folder / MANIFEST, folder / SIGNATURE
     if unpacked_bytes is None:
@@ -128,9 +129,9 @@ def write_manifest(
         files[path.name] = {"bytes": path.stat().st_size, "sha256": digest}
     files["root.ext4.zst"]["unpacked_bytes"] = unpacked_bytes
     document = {"schema": 1, "version": version, "variant": variant, "files": files}
-    listed.write_text(json.dumps(document, indent=1) + "\n")
-    run(["openssl", "pkeyutl", "-sign", "-rawin", "-inkey", str(signing_key), "-in", str(listed), "-out",
-         str(signature)])  # fmt: skip
+    text = (json.dumps(document, indent=1) + "\n").encode()
+    listed.write_bytes(text)
+    signature.write_bytes(local_key(signing_key).sign(text))
 
 
 def put_seed(disk: Path, tools: Path, seed: Path) -> None:

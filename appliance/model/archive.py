@@ -5,7 +5,6 @@ Nothing of an archive is used before it is known to be whole: it is unpacked bes
 its seals are checked, and only then it takes its place. Never imports jax.
 """
 
-import hashlib
 import io
 import os
 import shutil
@@ -14,13 +13,13 @@ from pathlib import Path
 
 import msgspec
 
+from appliance.model.catalog import file_sha256
 from appliance.model.checkpoint import Progress, no_progress
-from appliance.model.checksums import broken_seals
+from appliance.model.checksums import seal_faults
 from appliance.model.disk import check_space
 from appliance.model.record import RECORD, ModelRecordError, read_record, read_text_assets
 
 _SOURCE, _WEIGHTS = "source", "weights-*"
-_BLOCK = 1 << 22
 
 
 class ArchiveError(RuntimeError):
@@ -53,7 +52,7 @@ def export_model(folder: Path, archive: Path, progress: Progress = no_progress) 
                 tar.add(path, f"{record.name}/{path.relative_to(folder)}", recursive=False, filter=_anonymous)
                 done += path.stat().st_size if path.is_file() else 0
                 progress("writing the archive", done, total)
-        digest = _digest(part, no_progress)
+        digest = file_sha256(part)
         part.replace(archive)
     finally:
         part.unlink(missing_ok=True)
@@ -75,7 +74,7 @@ def import_model(archive: Path, models: Path, sha256: str | None = None, progres
     """
     if not archive.is_file():
         raise ArchiveError(f"{archive}: there is no such file")
-    if sha256 is not None and (found := _digest(archive, progress)) != sha256.lower():
+    if sha256 is not None and (found := file_sha256(archive, progress)) != sha256.lower():
         raise ArchiveError(f"{archive}: its SHA-256 is {found}, not {sha256}; copy it again")
     models.mkdir(parents=True, exist_ok=True)
     check_space(models, archive.stat().st_size, f"the model in {archive.name}")
@@ -123,11 +122,7 @@ def _check(folder: Path) -> None:
     if not weights:
         raise ArchiveError(f"{folder.name} has no converted weights; convert it first: zccp convert {folder.name}")
     for each in weights:
-        try:
-            faults = broken_seals(each)
-        except (OSError, ValueError) as error:
-            faults = [f"its checksums cannot be read ({error})"]
-        if faults:
+        if faults := seal_faults(each):
             raise ArchiveError(f"{folder.name}/{each.name}: {'; '.join(faults[:3])}; convert or copy it again")
 
 
@@ -148,13 +143,3 @@ def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
     member.uid = member.gid = 0
     member.uname = member.gname = ""
     return member
-
-
-def _digest(path: Path, progress: Progress) -> str:
-    digest, done, total = hashlib.sha256(), 0, path.stat().st_size
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-            done += len(block)
-            progress("checking", done, total)
-    return digest.hexdigest()

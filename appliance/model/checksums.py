@@ -51,6 +51,14 @@ def broken_seals(folder: Path) -> list[str]:
     return faults
 
 
+def seal_faults(folder: Path) -> list[str]:
+    """What is wrong with a sealed folder, as ``broken_seals`` says it; that it cannot be checked is a fault too."""
+    try:
+        return broken_seals(folder)
+    except (OSError, ValueError) as error:
+        return [f"its checksums cannot be read ({error})"]
+
+
 def _files(folder: Path) -> Iterator[str]:
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path != folder / CHECKSUMS:

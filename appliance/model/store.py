@@ -19,7 +19,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from appliance.model.checkpoint import Checkpoint, CheckpointError, Progress, no_progress
-from appliance.model.checksums import broken_seals, seal
+from appliance.model.checksums import seal, seal_faults
 from appliance.model.disk import check_space
 from planner.formats import WeightForm
 from planner.weights import WeightSpec, weight_specs
@@ -118,11 +118,7 @@ def check_weights(path: Path) -> None:
     Raises:
         StoreError: a file is missing, new, changed or cannot be read.
     """
-    try:
-        faults = broken_seals(path)
-    except (OSError, ValueError) as error:
-        faults = [f"its checksums cannot be read ({error})"]
-    if faults:
+    if faults := seal_faults(path):
         raise StoreError(f"{path}: {'; '.join(faults[:3])}; run zccp convert --force")
 
 

@@ -174,12 +174,11 @@ def _appliance(seed: Seed) -> None:
     home = Path("/var/lib/zccp")
     home.mkdir(mode=0o750, exist_ok=True)
     _run(["chown", "-R", f"{ACCOUNT}:{ACCOUNT}", str(home)])
-    checked = _run(["runuser", "-u", ACCOUNT, "--", "zccp", "config"], fails=True)
-    if checked is None:
+    printed = _run(["runuser", "-u", ACCOUNT, "--", "zccp", "config", "--nginx"], fails=True)
+    if printed is None:
         raise SeedError("seed.yaml: the configuration that follows from it is refused; zccp config says why")
     _probe_key()
-    printed = _run(["runuser", "-u", ACCOUNT, "--", "zccp", "config", "--nginx"])
-    (RUN / "nginx.conf").write_text(printed or "")
+    (RUN / "nginx.conf").write_text(printed)
     redis = RUN / "redis.conf"
     redis.write_text(f"requirepass {password.read_text()}\nmaxmemory {REDIS_MB}mb\n")
     redis.chmod(0o640)
