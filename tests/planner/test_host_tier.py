@@ -10,6 +10,7 @@ from planner.prefixes import PrefixSettings
 from planner.schedule import Scheduler
 from planner.schedule_values import Batch, SchedulerSettings
 from planner.sequence import FinishReason, Sampling, Sequence, Status
+from tests.support.scheduler_bench import SchedulerBench
 
 PAGE = 16
 LATTICE = Lattice(decode_slots=(4,), prefill_chunks=(64, 128), prefill_slots=8, widths=(64,))
@@ -19,55 +20,35 @@ def ids(count: int, salt: int = 0) -> list[int]:
     return [salt * 1000 + place for place in range(count)]
 
 
-class Bench:
+class Bench(SchedulerBench):
     """A scheduler with a tier whose copies end ``late`` steps after they were planned; contents are names."""
 
     def __init__(
         self, num_pages: int = 8, places: int = 32, at_once: int = 4, late: int = 0, **prefixes: object
     ) -> None:
         settings = SchedulerSettings(128, prefixes=PrefixSettings(**prefixes))  # type: ignore[arg-type]
-        self.scheduler = Scheduler(LATTICE, PagePool(num_pages, PAGE), settings, HostTier(places, at_once))
+        super().__init__(Scheduler(LATTICE, PagePool(num_pages, PAGE), settings, HostTier(places, at_once)))
         self.late = late
         self.lost: set[int] = set()
         """Places whose content is damaged."""
         self.under_way: list[tuple[list[bool], list[object | None]]] = []
         self.batches: list[Batch] = []
-        self.unread: list[Sequence] = []
-        self.made = 0
-        self.now_s = 0.0
 
     @property
     def counts(self) -> TierCounts:
         return self.scheduler.reuse.tier
 
-    def submit(self, prompt: list[int], max_tokens: int = 3, tenant: str = "t", **fields: object) -> Sequence:
-        self.made += 1
-        sequence = Sequence(
-            self.made, f"r{self.made}", tenant, list(prompt), len(prompt), Sampling(max_tokens), self.now_s, **fields
-        )  # type: ignore[arg-type]
-        assert self.scheduler.submit([sequence]) is None
-        return sequence
-
     def step(self) -> Batch:
         if len(self.under_way) > self.late:
             self.scheduler.moved(*self.under_way.pop(0))
-        batch = self.scheduler.next_batch(self.now_s)
+        batch = super().step()
         contents = [None if fetch.place in self.lost else fetch.name for fetch in batch.fetches]
         self.under_way.append(([True] * len(batch.saves), contents))
-        self.scheduler.commit(self.unread, [7] * len(self.unread), self.now_s)
-        self.scheduler.check()
-        self.unread = [*batch.decode, *(chunk.sequence for chunk in batch.prefill if chunk.samples)]
         self.batches.append(batch)
-        self.now_s += 1.0
         return batch
 
-    def run(self, prompt: list[int], max_tokens: int = 3, tenant: str = "t", **fields: object) -> Sequence:
-        """Submit, and step until nothing is left to do and to save."""
-        sequence = self.submit(prompt, max_tokens, tenant, **fields)
-        self.settle()
-        return sequence
-
     def settle(self) -> None:
+        """Until nothing is left to save either."""
         for _ in range(200):
             idle = not self.scheduler.num_live and not self.unread
             self.step()

@@ -9,6 +9,7 @@ from planner.prefixes import PrefixSettings, identity_of
 from planner.schedule import Scheduler
 from planner.schedule_values import Batch, SchedulerSettings
 from planner.sequence import FinishReason, Sampling, Sequence, Status
+from tests.support.scheduler_bench import SchedulerBench
 
 PAGE = 16
 LATTICE = Lattice(decode_slots=(4, 16), prefill_chunks=(64, 128), prefill_slots=8, widths=(64,))
@@ -18,45 +19,12 @@ def ids(count: int, salt: int = 0) -> list[int]:
     return [salt * 1000 + place for place in range(count)]
 
 
-class Bench:
-    """A scheduler whose steps are committed one step late, as the engine does it."""
+class Bench(SchedulerBench):
+    """With the settings of prefixes."""
 
     def __init__(self, num_pages: int = 64, lattice: Lattice = LATTICE, **prefixes: object) -> None:
         settings = SchedulerSettings(prefill_budget=128, prefixes=PrefixSettings(**prefixes))  # type: ignore[arg-type]
-        self.scheduler = Scheduler(lattice, PagePool(num_pages, PAGE), settings)
-        self.unread: list[Sequence] = []
-        self.made = 0
-        self.now_s = 0.0
-
-    def submit(self, prompt: list[int], max_tokens: int = 3, tenant: str = "t", **fields: object) -> Sequence:
-        self.made += 1
-        sequence = Sequence(
-            self.made, f"r{self.made}", tenant, list(prompt), len(prompt), Sampling(max_tokens), self.now_s, **fields
-        )  # type: ignore[arg-type]
-        assert self.scheduler.submit([sequence]) is None
-        return sequence
-
-    def step(self) -> Batch:
-        batch = self.scheduler.next_batch(self.now_s)
-        self.scheduler.commit(self.unread, [7] * len(self.unread), self.now_s)
-        self.scheduler.check()
-        self.unread = [*batch.decode, *(chunk.sequence for chunk in batch.prefill if chunk.samples)]
-        self.now_s += 1.0
-        return batch
-
-    def run(self, prompt: list[int], max_tokens: int = 3, tenant: str = "t", **fields: object) -> Sequence:
-        """Submit and step until nothing is left to do."""
-        sequence = self.submit(prompt, max_tokens, tenant, **fields)
-        self.settle()
-        return sequence
-
-    def settle(self) -> None:
-        for _ in range(300):
-            if not self.scheduler.num_live and not self.unread:
-                assert self.scheduler.pool.num_free == self.scheduler.pool.num_pages
-                return
-            self.step()
-        raise AssertionError(f"{self.scheduler.num_live} are left")
+        super().__init__(Scheduler(lattice, PagePool(num_pages, PAGE), settings))
 
 
 def chunks(batch: Batch) -> list[tuple[int, int, int]]:
