@@ -1,15 +1,15 @@
 """The role that makes an index: what it refuses, and a real cluster that it makes, leaves alone and lets grow."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from tests.ansible.playing import ANSIBLE, document, play
-from tests.support.front import write_certificate
-from tests.support.redis_server import RedisServer, needs_redis, redis_cluster, whole
+from tests.support.front import wait_for, write_certificate
+from tests.support.redis_server import BUS, RedisServer, needs_redis, redis_cluster, whole
 
 PASSWORD = "p" * 24
 GOOD: dict[str, object] = {
@@ -64,27 +64,66 @@ def made_one(hosts: Mapping[str, Mapping[str, object]], folder: Path) -> dict[st
     return {name: int(count) for name, count in re.findall(r"(\w+) +: ok=\d+ +changed=(\d+)", done.stdout)}
 
 
-@needs_redis
-@pytest.mark.skipif(
+needs_cli = pytest.mark.skipif(
     not Path("/usr/bin/redis-cli").exists(), reason="redis-cli is not in /usr/bin (Debian: redis-tools)"
 )
-def test_a_cluster_is_made_left_alone_and_grows(tmp_path: Path) -> None:
+
+
+@pytest.fixture
+def servers(tmp_path: Path) -> Iterator[list[RedisServer]]:
+    """Four servers that speak TLS to each other; each knows itself alone."""
     write_certificate(tmp_path)
     (tmp_path / "ca.pem").write_bytes((tmp_path / "cert.pem").read_bytes())
-    with redis_cluster(tmp_path, 4, password=PASSWORD, tls=tmp_path) as servers:
-        three = hosts_of(servers[:3], tmp_path)
-        assert made_one(three, tmp_path) == {"index1": 1, "index2": 0, "index3": 0}
-        assert all(whole(server) for server in servers[:3])
-        assert not whole(servers[3])
-        four = hosts_of(servers, tmp_path)
-        assert made_one(four, tmp_path) == {"index1": 1, "index2": 0, "index3": 0, "index4": 1}
-        shares = servers[0].client().execute_command("CLUSTER SLOTS")
-        assert {server.port for server in servers} == ports(shares)
-        assert all(whole(server) for server in servers)
-        assert set(made_one(four, tmp_path).values()) == {0}
+    with redis_cluster(tmp_path, 4, password=PASSWORD, tls=tmp_path) as four:
+        yield four
 
 
-def ports(shares: Any) -> set[int]:
-    """The ports of the servers that hold slots; the client's form of the answer has a row for each range."""
-    rows = shares.values() if isinstance(shares, dict) else shares
-    return {int(row["primary"][1]) if isinstance(row, dict) else int(row[2][1]) for row in rows}
+@needs_redis
+@needs_cli
+def test_a_cluster_is_made_left_alone_and_grows(servers: list[RedisServer], tmp_path: Path) -> None:
+    assert made_one(hosts_of(servers[:3], tmp_path), tmp_path) == {"index1": 1, "index2": 0, "index3": 0}
+    assert all(whole(server) for server in servers[:3])
+    assert not whole(servers[3])
+    four = hosts_of(servers, tmp_path)
+    assert made_one(four, tmp_path) == {"index1": 1, "index2": 0, "index3": 0, "index4": 1}
+    assert {server.port for server in servers} == {share.port for share in shares(servers[0])}
+    assert all(whole(server) for server in servers)
+    assert set(made_one(four, tmp_path).values()) == {0}
+
+
+@needs_redis
+@needs_cli
+def test_a_run_that_was_broken_off_is_ended_by_the_next(servers: list[RedisServer], tmp_path: Path) -> None:
+    four = hosts_of(servers, tmp_path)
+    made_one(dict(list(four.items())[:3]), tmp_path)
+    first, second, _, new = servers
+    # What is left of a run that took the new host in and ended within its first move.
+    at_bus = f"{new.node_port} {new.node_port + BUS}"
+    assert ask(first, f"CLUSTER MEET 127.0.0.1 {at_bus}") == b"OK"
+    wait_for(lambda: all(ask(server, "CLUSTER INFO")["cluster_known_nodes"] == "4" for server in servers))
+    slot = next(share.first for share in shares(first) if share.port == first.port)
+    assert ask(second, f"CLUSTER SETSLOT {slot} IMPORTING {ask(first, 'CLUSTER MYID').decode()}") == b"OK"
+    assert made_one(four, tmp_path) == {"index1": 2, "index2": 0, "index3": 0, "index4": 0}
+    assert {server.port for server in servers} == {share.port for share in shares(first)}
+    assert set(made_one(four, tmp_path).values()) == {0}
+
+
+class Share(NamedTuple):
+    """A range of slots: its first, and the port of the server that holds it."""
+
+    first: int
+    port: int
+
+
+def ask(server: RedisServer, command: str) -> Any:
+    """What a server answers."""
+    with server.client() as client:
+        return client.execute_command(command)
+
+
+def shares(server: RedisServer) -> list[Share]:
+    """The ranges of slots; the client's form of the answer has a row for each."""
+    rows = ask(server, "CLUSTER SLOTS")
+    if isinstance(rows, dict):
+        return [Share(int(first), int(row["primary"][1])) for (first, _), row in rows.items()]
+    return [Share(int(row[0]), int(row[2][1])) for row in rows]
