@@ -9,13 +9,14 @@ from typing import TypeVar
 import click
 
 from images.host import console, health, update
+from images.host.commands import CommandError
 from images.host.model import bring_in
 from images.host.seed import REFUSED, SeedError, apply_seed
 from images.host.slots import SlotError, booted, entries
 
 VARIANT = Path("/usr/lib/zccp-host/variant")
 _Value = TypeVar("_Value")
-_KNOWN = (SeedError, SlotError, update.UpdateError)
+_KNOWN = (CommandError, SlotError, update.UpdateError)
 
 
 @click.group()
@@ -78,7 +79,7 @@ def _refused_or(work: Callable[[], None]) -> None:
     """Do work; what stands against it also goes to the console."""
     try:
         work()
-    except SeedError as error:
+    except (CommandError, SeedError) as error:
         REFUSED.write_text(str(error))
         raise SystemExit(f"zccp-host: {error}") from None
 

@@ -6,12 +6,11 @@ without a network, else what the reference names. Everything is done as the appl
 
 import json
 import subprocess
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 
 import yaml
 
+from images.host.commands import mounted
 from images.host.seed import ACCOUNT, DATA, RUN, SeedError
 
 MEDIUM = Path("/dev/disk/by-label/zccp-models")
@@ -24,10 +23,11 @@ def bring_in(configuration: Path = CONFIGURATION, models: Path = MODELS) -> None
 
     Raises:
         SeedError: it cannot be had.
+        CommandError: the disk with models cannot be read.
     """
     reference = yaml.safe_load(configuration.read_text())["model"]["reference"]
     if MEDIUM.exists() and not is_stored(models, reference):
-        with _mounted(MEDIUM) as folder:
+        with mounted(MEDIUM, RUN / "models", "ro") as folder:
             for archive in sorted(folder.glob("*.tar")):
                 print(f"importing {archive.name}", flush=True)
                 _zccp("models", "import", str(archive))
@@ -43,17 +43,6 @@ def is_stored(models: Path, reference: str) -> bool:
         and any(path.parent.glob("weights-*/checksums.json"))
         for path in models.glob("[!.]*/model.json")
     )
-
-
-@contextmanager
-def _mounted(device: Path) -> Generator[Path]:
-    place = RUN / "models"
-    place.mkdir(parents=True, exist_ok=True)
-    subprocess.run(["mount", "-o", "ro,nosuid,nodev,noexec", str(device), str(place)], check=True)
-    try:
-        yield place
-    finally:
-        subprocess.run(["umount", str(place)], check=True)
 
 
 def _zccp(*arguments: str) -> None:

@@ -12,8 +12,7 @@ import re
 import secrets
 import shutil
 import socket
-import subprocess
-from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ import msgspec
 import yaml
 from msgspec import Struct
 
+from images.host.commands import CommandError, run
 from images.host.preflight import read_expected, reasons
 from images.host.slots import write_durably
 
@@ -89,6 +89,7 @@ def apply_seed() -> None:
 
     Raises:
         SeedError: the image is not for this machine, there is no seed, or it is wrong; nothing has been changed then.
+        CommandError: a tool of the host failed.
     """
     against = reasons(read_expected())
     if against:
@@ -129,7 +130,7 @@ def _identity(seed: Seed) -> None:
     """The host's own keys and id, which outlive a change of slot."""
     host_key = DATA / "ssh_host_ed25519_key"
     if not host_key.exists():
-        _run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(host_key)])
+        run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(host_key)])
     authorized = DATA / "authorized_keys"
     if seed.authorized_keys:
         write_durably(authorized, "".join(f"{key.strip()}\n" for key in seed.authorized_keys).encode())
@@ -139,13 +140,15 @@ def _identity(seed: Seed) -> None:
     if not kept.exists():  # the id that the manager made for this boot stays, since the journal is under it
         write_durably(kept, there.read_bytes(), 0o644)
     wanted = kept.read_text()
-    _run(["mount", "-o", "remount,rw", "/"])
+    run(["mount", "-o", "remount,rw", "/"])
     try:
-        _run(["umount", "/etc/machine-id"], fails=True)  # of the id that was made for this boot
+        with suppress(CommandError):  # of the id that was made for this boot
+            run(["umount", "/etc/machine-id"])
         if there.read_text() != wanted:
             there.write_text(wanted)
     finally:
-        _run(["mount", "-o", "remount,ro", "/"], fails=True)
+        with suppress(CommandError):
+            run(["mount", "-o", "remount,ro", "/"])
 
 
 def _certificate(seed: Seed) -> None:
@@ -154,7 +157,7 @@ def _certificate(seed: Seed) -> None:
         write_durably(key, seed.tls.key.encode())
         write_durably(chain, seed.tls.certificate.encode(), 0o644)
     elif not chain.exists():
-        _run([
+        run([
             "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days",
             "825", "-subj", f"/CN={seed.hostname}", "-addext", f"subjectAltName=DNS:{seed.hostname},IP:127.0.0.1",
             "-keyout", str(key), "-out", str(chain),
@@ -173,10 +176,12 @@ def _appliance(seed: Seed) -> None:
     _for_account(folder / "config.yaml", yaml.safe_dump(document, sort_keys=True).encode())
     home = Path("/var/lib/zccp")
     home.mkdir(mode=0o750, exist_ok=True)
-    _run(["chown", "-R", f"{ACCOUNT}:{ACCOUNT}", str(home)])
-    printed = _run(["runuser", "-u", ACCOUNT, "--", "zccp", "config", "--nginx"], fails=True)
-    if printed is None:
-        raise SeedError("seed.yaml: the configuration that follows from it is refused; zccp config says why")
+    run(["chown", "-R", f"{ACCOUNT}:{ACCOUNT}", str(home)])
+    try:
+        printed = run(["runuser", "-u", ACCOUNT, "--", "zccp", "config", "--nginx"])
+    except CommandError:
+        told = "seed.yaml: the configuration that follows from it is refused; zccp config says why"
+        raise SeedError(told) from None
     _probe_key()
     (RUN / "nginx.conf").write_text(printed)
     redis = RUN / "redis.conf"
@@ -211,8 +216,8 @@ def configuration(defaults: dict[str, Any], seed: Seed, redis_password: str) -> 
 
 def _probe_key() -> None:
     """A key with little rights, for the host's own question whether the appliance answers."""
-    made = _run(["zccp", "keys", "add", "host-health", "--requests-per-minute", "60", "--json"])
-    write_durably(PROBE, json.loads(made or "{}")["key"].encode())
+    made = run(["zccp", "keys", "add", "host-health", "--requests-per-minute", "60", "--json"])
+    write_durably(PROBE, json.loads(made)["key"].encode())
     _for_account(DATA / "zccp/keys.json", (DATA / "zccp/keys.json").read_bytes())
 
 
@@ -221,12 +226,3 @@ def _for_account(path: Path, content: bytes) -> None:
     write_durably(path, content, 0o640)
     path.chmod(0o640)
     shutil.chown(path, "root", ACCOUNT)
-
-
-def _run(command: Sequence[str], *, fails: bool = False) -> str | None:
-    """Standard output of a command; None where it may fail and did."""
-    environment = {**os.environ, "ZCCP_CONFIG": "/etc/zccp/config.yaml"}  # noqa: TID251 - of the appliance's command
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=False)
-    if done.returncode and not fails:
-        raise SeedError(f"{' '.join(command)[:100]} failed with exit code {done.returncode}; its reason is above")
-    return done.stdout if not done.returncode else None

@@ -9,8 +9,7 @@ import hashlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -19,6 +18,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import load_pem_public_key
 from msgspec import Struct
 
+from images.host.commands import mounted, run
 from images.host.slots import (
     ESP,
     TRIES,
@@ -32,6 +32,7 @@ from images.host.slots import (
 
 MANIFEST, SIGNATURE = "manifest.json", "manifest.sig"
 TRUSTED = Path("/usr/lib/zccp-host/release-key.pem")
+SLOT = Path("/run/zccp-host/slot")
 _BLOCK = 1 << 20
 
 
@@ -96,6 +97,7 @@ def install(folder: Path, variant: str, progress: Callable[[int, int], None], es
 
     Raises:
         UpdateError: the release is not one for this host, damaged, or larger than the slot.
+        CommandError: a tool of the host failed.
         SlotError: this host has no slots.
     """
     manifest = read_manifest(folder)
@@ -129,7 +131,7 @@ def roll_back(esp: Path = ESP) -> str:
     found = [entry for entry in entries(esp) if entry.label == label and entry.tries_left != 0]
     if not found:
         raise UpdateError(f"slot {label} holds no release; there is nothing to go back to")
-    _run(["bootctl", "set-default", found[0].path.name])
+    run(["bootctl", "set-default", found[0].path.name])
     return found[0].version
 
 
@@ -141,7 +143,7 @@ def _check(folder: Path, manifest: Manifest, device: Path) -> None:
         with path.open("rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != part.sha256:
                 raise UpdateError(f"{path} is damaged: its SHA-256 is another; fetch the release again")
-    size, needed = int(_run(["blockdev", "--getsize64", str(device)])), manifest.files["root.ext4.zst"].unpacked_bytes
+    size, needed = int(run(["blockdev", "--getsize64", str(device)])), manifest.files["root.ext4.zst"].unpacked_bytes
     if needed > size:
         raise UpdateError(f"the release unpacks to {needed} bytes, slot {device.name} has {size}; make a new image")
 
@@ -162,26 +164,8 @@ def _write_root(packed: Path, device: Path, total: int, progress: Callable[[int,
 
 def _carry_over(device: Path) -> None:
     """What a host keeps in its root: its id."""
-    with _mounted(device) as root:
+    with mounted(device, SLOT) as root:
         (root / "etc/machine-id").write_bytes(Path("/etc/machine-id").read_bytes())
-
-
-@contextmanager
-def _mounted(device: Path) -> Generator[Path]:
-    place = Path("/run/zccp-host/slot")
-    place.mkdir(parents=True, exist_ok=True)
-    _run(["mount", "-o", "nosuid,nodev,noexec", str(device), str(place)])
-    try:
-        yield place
-    finally:
-        _run(["umount", str(place)])
-
-
-def _run(command: list[str]) -> str:
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        raise UpdateError(f"{' '.join(command)} failed with exit code {done.returncode}; its reason is above")
-    return done.stdout
 
 
 def bar(done: int, total: int) -> None:

@@ -6,12 +6,17 @@ served. Each is a function from what all of them share to results and notes. The
 """
 
 import gc
+import math
 import random
-from collections.abc import Sequence
+import shutil
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import click
 import msgspec
@@ -39,7 +44,7 @@ from tests.bench import reuse_fingerprint, reuse_tiers
 from tests.bench.inline_engine import InlineEngine
 from tests.bench.near_duplicates import documents, edited
 from tests.bench.reuse_engine import Asked, BurstEngine, watched_prefixes
-from tests.bench.reuse_tiers import TIER_MB
+from tests.support.redis_server import redis_server
 
 PARTS = ("prefixes", "tiers", "fingerprints")
 
@@ -60,8 +65,8 @@ BURST, APART_S = 4, 0.012
 NEW_TOKENS = 16
 AT_ONCE = 40
 """Mixed requests that come together."""
-EQUAL_POSITIONS = 16_384
-"""Positions of the pool for mixed requests, so few that prefixes go to host memory and come back."""
+EQUAL_POSITIONS, HOST_POSITIONS, DISK_POSITIONS = 16_384, 4096, 8192
+"""Positions of pool, host memory and disk for mixed requests, so few that prefixes go to the next and come back."""
 TIE = 1e-3
 """Two ids less far apart in log-probability may change places, and what follows may differ."""
 
@@ -80,17 +85,37 @@ class _Bench:
         """A conversation about a document."""
         return list(self.codec.encode_chat([ChatMessage(role="user", content=f"{document}\n\n{question}")]))
 
-    def engine(self, **cache: object) -> BurstEngine:
-        """The served engine with other settings of reuse."""
+    def engine(self, home: Path | None = None, **cache: object) -> BurstEngine:
+        """The served engine with other settings of reuse, and another state directory."""
         config = self.context.config
-        config = msgspec.structs.replace(config, cache=msgspec.structs.replace(config.cache, **cache))
-        return BurstEngine(lambda gateway: self._build(config, gateway))
+        cached = msgspec.structs.replace(config.cache, **cache)
+        config = msgspec.structs.replace(config, home=home or config.home, cache=cached)
+        registry = CollectorRegistry()
+        return BurstEngine(lambda gateway: self._build(config, gateway, registry), registry)
 
-    def _build(self, config: ApplianceConfig, gateway: KeepingGateway) -> Engine:
+    def _build(self, config: ApplianceConfig, gateway: KeepingGateway, registry: CollectorRegistry) -> Engine:
         assignment = InlineEngine(config, self.folder).assignment()
-        observer = EngineObserver(Metrics(CollectorRegistry()))
+        observer = EngineObserver(Metrics(registry))
         engine, _ = build_engine(assignment, gateway, observer, lambda _: None)  # type: ignore[arg-type]
         return engine
+
+    @contextmanager
+    def tiers(self) -> Generator[dict[str, object]]:
+        """Settings with which every tier is in use: each is so small that pages go on to the next, Redis takes all."""
+        plan, redis = plan_for(self.context.config, read_record(self.folder)), shutil.which("redis-server")
+        page_mb = plan.page_bytes * plan.model_devices / (1 << 20)
+        host, disk = (math.ceil(positions / plan.page_size) * page_mb for positions in (HOST_POSITIONS, DISK_POSITIONS))
+        with ExitStack() as stack:
+            home = Path(stack.enter_context(TemporaryDirectory(prefix="zccp-bench-")))
+            for entry in self.context.config.home.iterdir():
+                if entry.name != "pages":
+                    (home / entry.name).symlink_to(entry.absolute())
+            settings: dict[str, object] = {"home": home, "host_tier_mb": host, "disk_tier_mb": disk}
+            if redis is not None:
+                (home / "redis").mkdir()
+                server = stack.enter_context(redis_server(home / "redis"))
+                settings |= {"redis_tier": True, "redis_url": server.url, "redis_cluster": False}
+            yield settings
 
 
 def run(context: BenchContext, *, parts: Sequence[str], requests: int, bursts: int, pairs: int) -> Findings:
@@ -226,42 +251,56 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def equal(bench: _Bench, requests: int) -> Part:
-    """Greedy answers with reuse and a host tier, and without, over chats that go on, near-duplicates and repeats."""
+    """Greedy answers with reuse and every tier, and without, over chats that go on, near-duplicates and repeats."""
     prompts = _mixed(bench, requests)
-    ids: dict[bool, list[list[int]]] = {}
-    top: list[list[dict[int, float]]] = []
-    cached: list[int] = []
-    loaded = 0
-    for reuse in (True, False):
-        engine, ids[reuse], top = bench.engine(prefix_reuse=reuse, host_tier_mb=TIER_MB * reuse), [], []
-        engine.shrink(EQUAL_POSITIONS)
-        for start in range(0, requests, AT_ONCE):
-            bench.context.progress(f"mixed requests with reuse {'on' if reuse else 'off'}", start, requests)
-            asked = engine.ask(prompts[start : start + AT_ONCE], NEW_TOKENS, 0.002)
-            ids[reuse] += asked.ids
-            top += asked.top
-            cached += asked.cached
-        loaded = max(loaded, engine.loaded)
-        engine.close()
-        del engine
-        gc.collect()
+    with bench.tiers() as every:
+        on = _answered(bench, prompts, "on", prefix_reuse=True, **every)
+    off = _answered(bench, prompts, "off", prefix_reuse=False)
     same, tied, gaps = 0, 0, list[float]()
-    for number, (mine, plain) in enumerate(zip(ids[True], ids[False], strict=True)):
+    for number, (mine, plain) in enumerate(zip(on.ids, off.ids, strict=True)):
         place = _common(mine, plain)
         if place == len(plain):
             same += 1
             continue
-        likely = top[number][place]
+        likely = off.top[number][place]
         gap = abs(likely[plain[place]] - likely.get(mine[place], float("-inf")))
         gaps.append(gap)
         tied += gap < TIE
-    share, hit = (same + tied) / len(prompts), sum(count > 0 for count in cached)
+    share, hit = (same + tied) / len(prompts), sum(count > 0 for count in on.cached)
+    loaded = ", ".join(f"{count:.0f} from {tier}" for tier, count in on.hits.items())
     note = (
         f"outputs_equal: {same} of {len(prompts)} answers of {NEW_TOKENS} ids are the same, {tied} part at a tie below "
-        f"{TIE:g}; {hit} reused something, {loaded} pages from host memory; "
+        f"{TIE:g}; {hit} reused something; pages found outside the pool: {loaded}; "
         f"gaps: {', '.join(f'{gap:.4f}' for gap in sorted(gaps)) or '-'}"
     )
     return [Result("outputs_equal", share, "share", len(prompts), (share, share), 1.0, "==")], [note]
+
+
+@dataclass(frozen=True, slots=True)
+class _Answers:
+    """What came of all mixed requests, by request, and the pages that each tier gave."""
+
+    ids: list[list[int]]
+    top: list[list[dict[int, float]]]
+    cached: list[int]
+    hits: dict[str, float]
+
+
+def _answered(bench: _Bench, prompts: Sequence[list[int]], label: str, **settings: Any) -> _Answers:
+    engine = bench.engine(**settings)
+    engine.shrink(EQUAL_POSITIONS)
+    answers = _Answers([], [], [], {})
+    for start in range(0, len(prompts), AT_ONCE):
+        bench.context.progress(f"mixed requests with reuse {label}", start, len(prompts))
+        asked = engine.ask(prompts[start : start + AT_ONCE], NEW_TOKENS, 0.002)
+        answers.ids.extend(asked.ids)
+        answers.top.extend(asked.top)
+        answers.cached.extend(asked.cached)
+    answers.hits.update({tier: engine.tier_hits(tier) for tier in ("host", "disk", "redis")})
+    engine.close()
+    del engine
+    gc.collect()
+    return answers
 
 
 def _mixed(bench: _Bench, count: int) -> list[list[int]]:

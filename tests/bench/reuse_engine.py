@@ -8,6 +8,8 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from prometheus_client import CollectorRegistry
+
 from appliance.bench.inline_engine import KeepingGateway
 from appliance.bench.runner import BenchError
 from appliance.engine import Engine
@@ -63,8 +65,9 @@ class Asked:
 class BurstEngine:
     """An engine and its gateway; requests of later calls may reuse what earlier ones left."""
 
-    def __init__(self, build: Callable[[KeepingGateway], Engine]) -> None:
+    def __init__(self, build: Callable[[KeepingGateway], Engine], registry: CollectorRegistry) -> None:
         self._gateway = BurstGateway()
+        self._registry = registry
         self._engine = build(self._gateway)
         self._made = 0
         self.steps_s = 0.0
@@ -73,6 +76,10 @@ class BurstEngine:
     def loaded(self) -> int:
         """Pages that came from the host tier so far."""
         return self._engine.scheduler.reuse.tier.hits
+
+    def tier_hits(self, tier: str) -> float:
+        """Pages that a tier gave so far, as its metric counts them."""
+        return self._registry.get_sample_value("zccp_tier_pages_total", {"tier": tier, "event": "hit"}) or 0.0
 
     def shrink(self, positions: int) -> PagePool:
         """Leave so many positions of the pool, and take the rest out of use for good."""

@@ -80,6 +80,12 @@ def test_it_is_the_host_of_its_seed_and_holds_no_secret_of_it(made: Made) -> Non
     assert machine.run("systemctl --failed --plain --no-legend") == ""
 
 
+def test_the_firmware_started_nothing_that_is_not_signed(made: Made) -> None:
+    variable = "/sys/firmware/efi/efivars/SecureBoot-8be4df61-93ca-11d2-aa0d-00e098032b8c"
+    assert made.machine.run(f"od -An -tu1 {variable}").split()[-1] == "1"
+    assert "[integrity]" in made.machine.run("cat /sys/kernel/security/lockdown")
+
+
 def test_nothing_was_compiled_and_nobody_else_gets_in(made: Made) -> None:
     machine = made.machine
     _, status, metrics = machine.curl("/metrics", "--header", f"authorization: Bearer {made.key}")

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from images.host import model
+from images.host.commands import CommandError
 from images.host.model import bring_in, is_stored
 
 
@@ -55,7 +56,7 @@ def test_archives_of_a_disk_come_first(
     (tmp_path / "no disk/a.tar").touch()
 
     class Mounted:
-        def __init__(self, device: Path) -> None:
+        def __init__(self, device: Path, *_: object) -> None:
             self.device = device
 
         def __enter__(self) -> Path:
@@ -65,6 +66,16 @@ def test_archives_of_a_disk_come_first(
             if done:
                 store(tmp_path / "models", "tiny", "tiny")
 
-    monkeypatch.setattr(model, "_mounted", Mounted)
+    monkeypatch.setattr(model, "mounted", Mounted)
     bring_in(tmp_path / "config.yaml", tmp_path / "models")
     assert done == [("models", "import", str(tmp_path / "no disk" / name)) for name in ("a.tar", "b.tar")]
+
+
+def test_a_disk_that_cannot_be_read_is_told(
+    tmp_path: Path, done: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model, "MEDIUM", tmp_path / "config.yaml")
+    monkeypatch.setattr(model, "RUN", tmp_path)
+    with pytest.raises(CommandError, match=r"^mount -o ro,nosuid,nodev,noexec .* failed with exit code"):
+        bring_in(tmp_path / "config.yaml", tmp_path / "models")
+    assert done == []
