@@ -19,6 +19,8 @@ VARIABLES = Path("/usr/share/OVMF/OVMF_VARS_4M.ms.fd")
 """Variables of the firmware with the keys that the market's machines come with, secure boot on."""
 BOOT_S = 1500.0
 MEMORY_MB = 3072
+_CONNECTION_ENDED = 255
+"""Exit code of ``ssh`` where the connection ended before the command."""
 
 
 def missing() -> str:
@@ -52,13 +54,20 @@ class Machine:
         Raises:
             AssertionError: it failed.
         """
-        options = ["-i", str(self.identity), "-p", str(self.ssh), "-o", "StrictHostKeyChecking=no", "-o",
-                   "UserKnownHostsFile=/dev/null", "-o", "LogLevel=ERROR", "-o", "ConnectTimeout=20"]  # fmt: skip
-        done = subprocess.run(
-            ["ssh", *options, "root@127.0.0.1", command], capture_output=True, text=True, timeout=timeout_s, check=False
-        )
+        done = self._ssh(command, timeout_s)
         assert not done.returncode, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout
+
+    def restart(self, command: str = "systemctl reboot", timeout_s: float = 300.0) -> None:
+        """Run a command as root that restarts the machine, and wait until it runs again.
+
+        Raises:
+            AssertionError: the command failed, or the machine did not come back.
+        """
+        before = self.boot_id()
+        done = self._ssh(command, timeout_s)
+        assert done.returncode in (0, _CONNECTION_ENDED), f"{command}: {done.stdout}{done.stderr}"
+        self.wait(lambda: self.boot_id() != before)
 
     def copy(self, source: Path, place: str) -> None:
         """Copy a folder into the machine."""
@@ -101,6 +110,13 @@ class Machine:
     def boot_id(self) -> str:
         """What tells one boot from the next."""
         return self.run("cat /proc/sys/kernel/random/boot_id")
+
+    def _ssh(self, command: str, timeout_s: float) -> "subprocess.CompletedProcess[str]":
+        options = ["-i", str(self.identity), "-p", str(self.ssh), "-o", "StrictHostKeyChecking=no", "-o",
+                   "UserKnownHostsFile=/dev/null", "-o", "LogLevel=ERROR", "-o", "ConnectTimeout=20"]  # fmt: skip
+        return subprocess.run(
+            ["ssh", *options, "root@127.0.0.1", command], capture_output=True, text=True, timeout=timeout_s, check=False
+        )
 
 
 @contextmanager
