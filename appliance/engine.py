@@ -254,9 +254,11 @@ class Engine:
             self._mover.store(batch.stores)
         if batch.saves:
             assert programs.read_pages is not None, "the tier was checked against the programs"
-            ids = _filled([save.page for save in batch.saves], programs.moved_pages)
-            self._state, copies = programs.read_pages(self._state, np.asarray(ids, np.int32))
-            self._mover.save(copies[: len(batch.saves)], batch.saves)
+            for first in range(0, len(batch.saves), programs.moved_pages):
+                saves = batch.saves[first : first + programs.moved_pages]
+                ids = _filled([save.page for save in saves], programs.moved_pages)
+                self._state, copies = programs.read_pages(self._state, np.asarray(ids, np.int32))
+                self._mover.save(copies[: len(saves)], saves)
         if batch.loads:
             assert programs.write_pages is not None, "the tier was checked against the programs"
             ids = _filled([load.page for load in batch.loads], programs.moved_pages)

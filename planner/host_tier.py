@@ -4,14 +4,15 @@ Owns the places of the tier, their order and who reads them, and what is on its 
 moved by whoever carries out what is planned here, and knows neither sequences nor clock.
 
 A content that the pool gives up is *saved*: the page is read before the step that overwrites it, and copied to a place
-of the tier meanwhile. Of more than one launch reads, those that the pool kept longest are saved. What the pool would
+of the tier meanwhile. Of more than can be read at once, those that the pool kept longest are saved. What the pool would
 give up next is saved ahead, as far as a launch has room, so that a long prompt does not push out more at once than can
 be read. A content that is wanted is *fetched* to the device and loaded into a page by a later step; it stays in the
 tier, and so is not saved again. Contents go in the order in which they were used last; one that is being copied, either
 way, keeps its place. Copies are made in the order in which they were planned, and their ends are told in that order.
 
-At most ``PAGES_ON_THE_WAY`` launches' pages are on the device beside the pool: in either direction those of one launch
-that are being copied, and those of two steps that have been dispatched and have not run.
+At most ``PAGES_ON_THE_WAY`` launches' pages are on the device beside the pool: those of ``_SAVING`` that have been read
+and are not copied yet, and in the other direction those of one launch that are being copied and those of two steps that
+have been dispatched and have not run. Saves of one launch alone would end a step later than the next ones are needed.
 """
 
 from collections import OrderedDict, deque
@@ -20,10 +21,13 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import NamedTuple
 
-from planner.pages import PagePool
+from planner.pages import Cached, PagePool
 
 PAGES_ON_THE_WAY = 6
 """Launches whose pages are on the device beside the pool, at most."""
+
+_SAVING = 3
+"""Launches whose pages are being saved, at most."""
 
 _AHEAD = 4
 """Launches whose pages the pool could give up at once without a loss, once it has had the time to save them ahead."""
@@ -106,32 +110,36 @@ class HostTier:
     # ------------------------------------------------------------------ out of the pool
 
     def plan_saves(self, pool: PagePool) -> list[Save]:
-        """What this step reads out of the pool, at most one launch, after all its pages have been taken.
+        """What this step reads out of the pool, at most ``_SAVING`` launches, after all its pages have been taken.
 
         Saves are to be carried out before anything else in the step.
         """
         given_up = pool.take_given_up()
         if not self.places:
             return []
-        room = self.at_once - self._num_saving
+        room = _SAVING * self.at_once - self._num_saving
         known = {save.name for save in self._filling}
         lost = [cached for cached in given_up if cached.name not in self._held and cached.name not in known]
-        wanted = lost[max(0, len(lost) - room) :]
-        if len(wanted) < room:
-            known.update(cached.name for cached in wanted)
+        saves = self._saves(lost[: -room - 1 : -1])[::-1]
+        spare = min(self.at_once, room) - len(saves)
+        if spare > 0:
             # no more than half of the tier, or what is saved ahead would push itself out again for ever
             ahead = pool.next_given_up(min(_AHEAD * self.at_once, self.places // 2))
-            wanted += [c for c in ahead if c.name not in self._held and c.name not in known][: room - len(wanted)]
+            saves += self._saves([c for c in ahead if c.name not in self._held and c.name not in known][:spare])
+        self._filling += saves
+        self._num_saving += len(saves)
+        named = {save.name for save in saves}
+        self._counts.left_out += sum(cached.name not in named for cached in lost)
+        return saves
+
+    def _saves(self, wanted: Iterable[Cached]) -> list[Save]:
+        """Saves of the first of these that there are places for."""
         saves: list[Save] = []
         for cached in wanted:
             place = self._free_place()
             if place is None:
                 break
             saves.append(Save(cached.page, place, cached.name))
-        self._filling += saves
-        self._num_saving += len(saves)
-        named = {save.name for save in saves}
-        self._counts.left_out += sum(cached.name not in named for cached in lost)
         return saves
 
     def saved(self, ends: Iterable[bool]) -> None:
@@ -245,5 +253,5 @@ class HostTier:
         assert sum(self._readers) == readers, "a place is read by whoever reserved it"
         assert {fetch.place for fetch in self._fetching} <= reading, "what is fetched is read"
         assert self._num_saving == sum(isinstance(copy, Save) for copy in self._filling), "saves are counted"
-        assert self._num_saving <= self.at_once, "saves are bounded"
+        assert self._num_saving <= _SAVING * self.at_once, "saves are bounded"
         assert len(self._fetching) <= self.at_once, "fetches are bounded"

@@ -89,7 +89,8 @@ class _Bench:
         """The served engine with other settings of reuse, and another state directory."""
         config = self.context.config
         cached = msgspec.structs.replace(config.cache, **cache)
-        config = msgspec.structs.replace(config, home=home or config.home, cache=cached)
+        paths = msgspec.structs.replace(config.paths, home=str(home or config.home))
+        config = msgspec.structs.replace(config, paths=paths, cache=cached)
         registry = CollectorRegistry()
         return BurstEngine(lambda gateway: self._build(config, gateway, registry), registry)
 

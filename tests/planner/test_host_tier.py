@@ -98,17 +98,30 @@ def test_what_is_read_is_what_is_going_to_be_overwritten_in_the_same_step() -> N
     assert bench.counts.left_out == 0
 
 
-def test_of_more_pages_than_a_launch_reads_the_beginnings_of_prefixes_are_saved() -> None:
+def test_of_more_pages_than_there_are_places_the_beginnings_of_prefixes_are_saved() -> None:
     bench = Bench(num_pages=16, places=4, at_once=2)  # too small to save ahead more than two
     first = bench.run(ids(15 * PAGE))
     bench.submit(ids(16 * PAGE - 2, salt=1), max_tokens=1)
     while not (batch := bench.step()).entered:
         pass
-    assert [save.name for save in batch.saves] == [first.chain[1], first.chain[0]]
+    assert [save.name for save in batch.saves] == first.chain[3::-1]
     bench.settle()
     assert bench.counts.left_out >= 10
     again = bench.run(ids(15 * PAGE))
     assert 0 < again.cached_tokens <= 4 * PAGE
+
+
+def test_a_step_saves_three_launches_less_what_is_on_its_way_and_of_more_the_beginnings_of_prefixes() -> None:
+    bench = Bench(num_pages=32, places=32, at_once=2, late=5)
+    first = bench.run(ids(12 * PAGE))
+    bench.settle()
+    saved_ahead = bench.counts.saved
+    bench.submit(ids(32 * PAGE - 2, salt=1), max_tokens=1)
+    while not (batch := bench.step()).entered:
+        pass
+    assert (saved_ahead, [save.name for save in batch.saves]) == (0, first.chain[5::-1])
+    assert bench.step().saves == []
+    assert bench.counts.left_out == 12 - 6
 
 
 def test_what_comes_next_is_saved_ahead_so_that_nothing_is_lost_when_much_is_given_up_at_once() -> None:
@@ -300,7 +313,7 @@ def test_what_is_on_the_way_is_bounded_whatever_is_wanted() -> None:
         fetched = sum(len(contents) for _, contents in bench.under_way)
         saved = sum(len(saves) for saves, _ in bench.under_way)
         on_the_way = max(on_the_way, fetched + saved + 2 * len(batch.loads))
-        assert len(batch.saves) <= 2
+        assert len(batch.saves) <= 6
         assert len(batch.loads) <= 2
     assert 2 < on_the_way <= PAGES_ON_THE_WAY * 2
     assert bench.counts.held <= 64

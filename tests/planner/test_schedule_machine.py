@@ -321,7 +321,7 @@ class TieredScheduleMachine(ScheduleMachine):
 
     def _move(self, batch: Batch) -> None:
         held = [page for sequence in self.all for page in sequence.pages]
-        assert len(batch.saves) <= 2
+        assert len(batch.saves) <= 6
         assert len(batch.loads) <= 2
         assert len({page for page, _ in batch.loads}) == len(batch.loads)
         self.copies.extend((store, store.content) for store in batch.stores)
