@@ -12,6 +12,7 @@ from images.recipe import Recipe, Variant
 
 FOLDER = Path("updates/dkms")
 PUBLIC_KEY = Path("var/lib/dkms/mok.pub")
+LIBRARY = "libcuda1"
 
 
 def build_module(work: Path, recipe: Recipe, variant: Variant) -> Path | None:
@@ -42,11 +43,17 @@ def put_module(builder: Path, tree: Path) -> list[Path]:
     """Put the built modules where the tree's kernel finds them; what was put there.
 
     Raises:
-        BuildError: the trees have different kernels.
+        BuildError: the trees have different kernels, or the tree's libraries are of another version than the modules.
     """
     kernel = kernel_of(tree)
     if kernel != kernel_of(builder):
         raise BuildError(f"the module is for {kernel_of(builder)}, the image has {kernel}; remove {builder} and build")
+    library = run(["dpkg-query", f"--admindir={tree}/var/lib/dpkg", "-W", "-f=${Version}", LIBRARY])
+    for module in _modules(builder, kernel):
+        inside = f"/{module.relative_to(builder)}"
+        said = run(["chroot", str(builder), "modinfo", "-F", "version", inside]).strip()
+        if said and library.partition("-")[0] != said:  # the driver refuses libraries of any other version
+            raise BuildError(f"{module.name} is of driver {said}, {LIBRARY} of {library}; name packages of one version")
     place = tree / "lib/modules" / kernel / FOLDER
     place.mkdir(parents=True, exist_ok=True)
     put = [Path(shutil.copy(module, place)) for module in _modules(builder, kernel)]
