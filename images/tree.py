@@ -88,7 +88,7 @@ def _application(tree: Path, work: Path, name: str, version: str) -> None:
         in_tree(tree, [*install, "--find-links", "/run/wheels", "--require-hashes", "--requirement",
                        f"/run/lock/{name}"])  # fmt: skip
         in_tree(tree, [*install, *(f"/run/own/{wheel.name}" for wheel in own.glob("zccp-*.whl"))])
-        in_tree(tree, [str(folder / "bin/python"), "-m", "compileall", "-q", "-j", "2", "--invalidation-mode",
+        in_tree(tree, [str(folder / "bin/python"), "-m", "compileall", "-q", "-f", "-j", "2", "--invalidation-mode",
                        "unchecked-hash", str(folder / "lib")])  # fmt: skip
     link = tree / OPT.relative_to("/") / "current"
     link.unlink(missing_ok=True)
