@@ -19,6 +19,8 @@ VARIABLES = Path("/usr/share/OVMF/OVMF_VARS_4M.ms.fd")
 """Variables of the firmware with the keys that the market's machines come with, secure boot on."""
 BOOT_S = 1500.0
 MEMORY_MB = 3072
+SPARE_BYTES = 5 << 30
+"""How much larger a machine's disk is than its image; the data partition grows into it."""
 _CONNECTION_ENDED = 255
 """Exit code of ``ssh`` where the connection ended before the command."""
 
@@ -123,8 +125,9 @@ class Machine:
 def booted(disk: Path, folder: Path, identity: Path, accelerator: str = "tcg") -> Iterator[Machine]:
     """Boot a disk image, which is not changed; the firmware starts nothing that is not signed."""
     overlay, variables, console = folder / "run.qcow2", folder / "vars.fd", folder / "console"
+    size = str(disk.stat().st_size + SPARE_BYTES)
     subprocess.run(
-        ["qemu-img", "create", "-q", "-f", "qcow2", "-F", "raw", "-b", str(disk), str(overlay), "12G"], check=True
+        ["qemu-img", "create", "-q", "-f", "qcow2", "-F", "raw", "-b", str(disk), str(overlay), size], check=True
     )
     shutil.copy(VARIABLES, variables)
     https, ssh = _free_port(), _free_port()

@@ -31,6 +31,7 @@ from appliance.nginx import nginx_config
 from appliance.reservation import listen_at_port, listen_at_socket, reserve_port
 from tests.support.api_rig import Rig
 from tests.support.live_server import free_port
+from tests.support.logs import whole_lines
 
 NGINX = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/local/sbin:/usr/sbin:/sbin")  # noqa: TID251
 REQUIRED = bool(os.environ.get("ZCCP_REQUIRE_NGINX"))  # noqa: TID251
@@ -59,7 +60,7 @@ class Front:
         return names(self.config.proxy.bodies)
 
     def log(self, name: str = "access.log") -> str:
-        return (self.folder / name).read_text()
+        return whole_lines(self.folder / name)
 
     def curl(self, path: str, *options: str, data: bytes = b"") -> "subprocess.CompletedProcess[bytes]":
         """One request by curl, over HTTP/2 where there is TLS; options as curl has them."""

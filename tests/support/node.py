@@ -17,6 +17,7 @@ import httpx
 
 from planner.sequence import Sampling
 from tests.support.arithmetic_model import continuation
+from tests.support.logs import entries
 from tests.support.serving_children import ByteCodec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,7 +62,7 @@ class Node:
         self.url = line.split()[-1]
 
     def lines(self) -> list[dict]:
-        return [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
+        return entries(self.log)
 
     def children(self) -> dict[str, int]:
         """The process ids of the children that are alive, by name."""

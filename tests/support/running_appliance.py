@@ -16,6 +16,8 @@ from typing import Any, Self
 import httpx
 import yaml
 
+from tests.support.logs import entries
+
 ZCCP = (sys.executable, "-m", "appliance.cli")
 START_S = 120.0
 END_S = 60.0
@@ -95,8 +97,7 @@ class RunningAppliance:
 
     def log(self) -> list[dict[str, Any]]:
         """The log's lines so far."""
-        lines = self._log.read_text().splitlines()
-        return [json.loads(line) for line in lines if line.startswith("{")]
+        return entries(self._log)
 
     def process_id(self, name: str) -> int:
         """The id of the newest child process of that name in the log."""
