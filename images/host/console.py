@@ -24,9 +24,10 @@ def show() -> None:
         if text != told:
             ISSUE.parent.mkdir(exist_ok=True)
             ISSUE.write_text(text)
-            print(text.strip(), flush=True)
-            subprocess.run(["agetty", "--reload"], check=False)
+            print(text.replace("\\4", _address()).strip(), flush=True)  # to the journal and to every console
             told = text
+        # each time: a prompt that is being set up hears nothing, and one whose text is the same is left as it is
+        subprocess.run(["agetty", "--reload"], check=False)
         time.sleep(PAUSE_S)
 
 
@@ -42,6 +43,16 @@ def _health() -> str:
         return f"not ready ({error.code})"
     except OSError:
         return "not running; see journalctl -u zccp -u zccp-seed"
+
+
+def _address() -> str:
+    """The address that others reach this host by; its name where there is no way out."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # chooses a way and sends nothing
+        except OSError:
+            return socket.gethostname()
+        return str(probe.getsockname()[0])
 
 
 def _is_starting(unit: str) -> bool:
