@@ -21,6 +21,9 @@ BOOT_S = 1500.0
 MEMORY_MB = 3072
 SPARE_BYTES = 5 << 30
 """How much larger a machine's disk is than its image; the data partition grows into it."""
+_OPTIONS = ("-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null", "-o", "LogLevel=ERROR", "-o",
+            "ConnectTimeout=20")  # fmt: skip
+"""Of ``ssh`` and ``scp`` to a machine that nobody has seen before."""
 _CONNECTION_ENDED = 255
 """Exit code of ``ssh`` where the connection ended before the command."""
 
@@ -73,8 +76,7 @@ class Machine:
 
     def copy(self, source: Path, place: str) -> None:
         """Copy a folder into the machine."""
-        options = ["-r", "-i", str(self.identity), "-P", str(self.ssh), "-o", "StrictHostKeyChecking=no", "-o",
-                   "UserKnownHostsFile=/dev/null", "-o", "LogLevel=ERROR"]  # fmt: skip
+        options = ["-r", "-i", str(self.identity), "-P", str(self.ssh), *_OPTIONS]
         subprocess.run(["scp", *options, str(source), f"root@127.0.0.1:{place}"], check=True, timeout=1800)
 
     def curl(self, path: str, *options: str) -> tuple[str, int, str]:
@@ -114,8 +116,7 @@ class Machine:
         return self.run("cat /proc/sys/kernel/random/boot_id")
 
     def _ssh(self, command: str, timeout_s: float) -> "subprocess.CompletedProcess[str]":
-        options = ["-i", str(self.identity), "-p", str(self.ssh), "-o", "StrictHostKeyChecking=no", "-o",
-                   "UserKnownHostsFile=/dev/null", "-o", "LogLevel=ERROR", "-o", "ConnectTimeout=20"]  # fmt: skip
+        options = ["-i", str(self.identity), "-p", str(self.ssh), *_OPTIONS]
         return subprocess.run(
             ["ssh", *options, "root@127.0.0.1", command], capture_output=True, text=True, timeout=timeout_s, check=False
         )
